@@ -1,0 +1,128 @@
+# Every figure, table and claim of the paper by one command each; `make help` lists them.
+# The first command that needs Python makes the virtual environment from requirements.lock.
+
+PYTHON ?= python3
+VENV   ?= .venv
+SCALE  ?= auto
+ARGS   ?=
+TESTS  ?= tests
+
+PY      := $(VENV)/bin/python
+READY   := $(VENV)/.installed
+FIGURES := $(addprefix figure-,$(shell seq 1 24))
+TABLES  := $(addprefix table-,$(shell seq 1 9))
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status test lint format \
+        setup setup-cluster lock docker docker-cpu clean distclean
+
+help: # every line of this file that starts with two hashes, in order
+	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
+##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/
+$(FIGURES): figure-%: $(READY)
+	@$(PY) -m experiments figure $* scale=$(SCALE) $(ARGS)
+
+##   table-1 … table-9      one table, in results/tables/
+$(TABLES): table-%: $(READY)
+	@$(PY) -m experiments table $* scale=$(SCALE) $(ARGS)
+
+# any other number is refused, by `make -n` too
+figure-%: FORCE
+	$(error the paper has figures 1 to 24; $@ is none of them)
+table-%: FORCE
+	$(error the paper has tables 1 to 9; $@ is none of them)
+
+##   figures                every figure that is built
+##   tables                 every table that is built
+figures tables: $(READY)
+	@$(PY) -m experiments $(@:s=) all scale=$(SCALE) $(ARGS)
+
+##   theory                 the runs behind the claims on lemmas and theorems
+##   claims                 judge every claim of the paper from the records: results/claims.md
+##   status                 which runs are there, and the commands for those that are not
+theory claims status: $(READY)
+	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
+
+##
+## Work on the code
+##   test                   run the tests; TESTS=tests/adashift chooses some
+test: $(READY)
+	$(PY) -m pytest -n 2 $(TESTS) $(ARGS)
+
+##   lint                   ruff (rules and format) and mypy
+lint: $(READY)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+##   format                 put the code in ruff's format and mend what ruff can
+format: $(READY)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+##
+## Set up (the commands above do it by themselves)
+##   setup                  virtual environment with the locked versions
+setup: $(READY)
+	@echo "Ready: $(VENV)"
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "$(PYTHON) is missing or older than 3.11: install Python 3.11 or newer," \
+	       "or name one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Installing the locked packages into $(VENV)."
+	@echo "The first time this takes some minutes and about 6 GB, most of it PyTorch."
+	@rm -f $@
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet -r requirements.lock
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+##   setup-cluster          add the launchers for many jobs: joblib, submitit (Slurm), Ray
+setup-cluster: $(READY)
+	@echo "Adding the launchers of requirements-cluster.lock to $(VENV)."
+	@$(PY) -m pip install --quiet -r requirements-cluster.lock
+
+##   lock                   resolve both lock files anew; ARGS=--upgrade takes newer versions
+COMPILE = build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 \
+          --generate-hashes --custom-compile-command "make lock" $(ARGS)
+lock: build/uv
+	$(COMPILE) --extra experiments --extra dev -o requirements.lock
+	$(COMPILE) --extra cluster -c requirements.lock -o requirements-cluster.lock
+
+build/uv:
+	@$(PYTHON) -m venv $@ && $@/bin/pip install --quiet uv || { rm -rf $@; exit 1; }
+
+##   docker                 image for NVIDIA GPUs: adashift
+docker:
+	docker build -t adashift .
+
+##   docker-cpu             image without CUDA: adashift:cpu; TORCH_CPU_INDEX=PyTorch's CPU wheel index
+docker-cpu:
+	docker build -t adashift:cpu --build-arg DEVICE=cpu --build-arg TORCH_CPU_INDEX="$(TORCH_CPU_INDEX)" .
+
+##   clean                  remove caches; results, data and the virtual environment stay
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find adashift experiments tests -name __pycache__ -prune -exec rm -rf {} +
+
+##   distclean              clean, and remove the virtual environment
+distclean: clean
+	rm -rf $(VENV)
+
+##
+## Variables
+##   SCALE=auto             paper, laptop, smoke; auto: paper where it fits this machine, else laptop
+##   ARGS=                  more arguments for the command, as in ARGS="seed=3 tracking=off"
+##   VENV=.venv             where the virtual environment is
+##   PYTHON=python3         the Python that makes it, 3.11 or newer
+##
+## Examples
+##   make figure-1
+##   make figure-1 SCALE=smoke
+##   .venv/bin/python run.py experiment=counterexample_stochastic optimizer=adashift
+##   .venv/bin/python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift 'seed=range(0,4)'

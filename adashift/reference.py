@@ -1,0 +1,57 @@
+"""The paper's appendix Algorithm, one line per equation: slow, float64, the oracle of the tests.
+
+Two slips of the printed Algorithm are repaired. W is divided by Σ β1^i (printed: Σ β1^n), and
+θ_{t+1} follows from θ_t and g_t = ∇f_t(θ_t) (printed: θ_t from θ_{t-1}), where v = 0, p = 1 and θ
+are carried unchanged through t <= n. One rule is added: where v_t = 0 nothing moves, because ε
+alone is no scale to divide by.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from adashift.spatial import Phi, get_phi
+
+
+class AdaShiftReference:
+    """AdaShift on one block: feed it the gradients, it returns the parameter.
+
+    >>> rule = AdaShiftReference(torch.zeros(1), lr=0.1, n=1)
+    >>> [rule.step(torch.ones(1)).item() for t in (1, 2)]
+    [0.0, -0.09999999900000002]
+    """
+
+    def __init__(
+        self,
+        theta: Tensor,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        n: int = 10,
+        m: int | None = None,
+        phi: Phi = "max",
+    ) -> None:
+        self.theta = theta.detach().double().clone()
+        self.alpha, self.eps, self.phi = lr, eps, get_phi(phi)
+        self.beta1, self.beta2 = betas
+        self.n, self.m = n, n if m is None else m
+        self.v = torch.zeros((), dtype=torch.float64)
+        self.p = 1.0
+        self.Q: deque[Tensor] = deque()
+
+    def step(self, g: Tensor) -> Tensor:
+        """Take g_t and return θ_{t+1}."""
+        self.Q.append(g.detach().double().clone())  # Push(Q, g_t)
+        if len(self.Q) <= self.n:  # t <= n
+            return self.theta
+        g_shifted = self.Q.popleft()  # g_{t-n} = Pop(Q)
+        newest = list(self.Q)[self.n - self.m :]  # g_{t-m+1}, ..., g_t
+        W = [self.beta1**i for i in reversed(range(self.m))]
+        m_t = sum(w * g_i for w, g_i in zip(W, newest, strict=True)) / sum(W)
+        self.p = self.p * self.beta2
+        self.v = self.beta2 * self.v + (1 - self.beta2) * self.phi(g_shifted**2)
+        step = self.alpha / ((self.v / (1 - self.p)).sqrt() + self.eps) * m_t
+        self.theta = self.theta - torch.where(self.v == 0, 0.0, step)
+        return self.theta

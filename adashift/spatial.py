@@ -1,0 +1,42 @@
+"""The spatial function φ: what a block of squared gradients tells v. A block is one tensor."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# A name, unlike a function, survives every checkpoint (torch.load with weights_only=True too).
+Phi = str | Callable[[Tensor], Tensor]
+
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.max(),  # the paper's choice: one number per block
+    "mean": lambda x: x.mean(),
+    "none": lambda x: x,  # element-wise: temporal shift only
+}
+
+
+def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
+    """Return the function φ for a name; a function is returned as it is.
+
+    >>> get_phi("max")(torch.tensor([1.0, 4.0]))
+    tensor(4.)
+    """
+    if callable(phi):
+        return phi
+    if phi not in PHI:
+        raise ValueError(f"phi is {phi!r}; use one of {', '.join(PHI)} or a function of g²")
+    return PHI[phi]
+
+
+def zero_v(phi: Phi, g: Tensor) -> Tensor:
+    """v_0 = 0, in the shape that φ gives for a gradient like g."""
+    scale = get_phi(phi)(g**2)
+    try:
+        scale.expand_as(g)
+    except (AttributeError, RuntimeError) as error:
+        result = tuple(getattr(scale, "shape", ())) or type(scale).__name__
+        raise ValueError(
+            f"phi gave {result} for a gradient of shape {tuple(g.shape)}; its result must "
+            "broadcast to the gradient: reduce to one number, or with keepdim=True"
+        ) from error
+    return torch.zeros_like(scale)

@@ -1,0 +1,301 @@
+"""Trajectories of an optimizer whose gradients are known beforehand, as linear filters over time.
+
+When g_t does not depend on θ_t, every moving average in Adam and its kin is a linear filter of the
+gradient stream, and the path of θ is a running sum: ten million steps take a fraction of a second
+instead of an hour. Streams may have leading axes (seeds, settings); time is the last axis, and a
+long stream can be fed in pieces because every filter carries its state.
+
+>>> import torch
+>>> adam = torch.optim.Adam([torch.zeros(())], lr=0.1, betas=(0.0, 0.999))
+>>> chain = chain_of(adam)
+>>> chain.advance(np.array([1.0, -1.0])).update.round(6)
+array([ 0.1, -0.1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.signal import lfilter
+
+from adashift.baselines import AdamNC, SpatialOnly
+from adashift.optimizer import AdaShift
+
+Array = NDArray[np.float64]
+NEGLIGIBLE = 2.0**-54  # 1 minus this is 1
+
+
+class NotLinear(TypeError):
+    """This optimizer, or this setting of it, is not a chain of filters: step it instead."""
+
+
+class Moments(NamedTuple):
+    """What an optimizer makes of a piece of the gradient stream; θ moves by −update."""
+
+    m: Array
+    v: Array
+    step_size: Array
+
+    @property
+    def update(self) -> Array:
+        return self.step_size * self.m
+
+
+@dataclass
+class Filter:
+    """y = b(z)/a(z) · x along the last axis, its state carried from piece to piece."""
+
+    b: list[float]
+    a: list[float]
+    state: Array | None = None
+
+    def __call__(self, x: Array) -> Array:
+        if self.state is None:
+            order = max(len(self.a), len(self.b)) - 1
+            self.state = np.zeros((*x.shape[:-1], order))
+        y, self.state = lfilter(self.b, self.a, x, zi=self.state)
+        return y
+
+
+def moving_average(beta: float, delay: int = 0) -> Filter:
+    """y_t = β y_{t−1} + (1−β) x_{t−delay}."""
+    return Filter([0.0] * delay + [1 - beta], [1.0, -beta])
+
+
+def window_average(beta: float, length: int) -> Filter:
+    """The newest `length` values with weights β^i, normalised (Eq. 18 of the paper)."""
+    weights = np.power(float(beta), np.arange(length))
+    return Filter(list(weights / weights.sum()), [1.0])
+
+
+Times = Array
+Normalise = Callable[[Array, Times], Array]
+
+
+def bias_corrected(beta: float, delay: int = 0) -> Normalise:
+    """Divide by 1 − β^(t−delay); before the first value has arrived there is nothing to divide."""
+
+    memory = np.log(NEGLIGIBLE) / np.log(beta) if 0 < beta < 1 else 0.0
+
+    def normalise(average: Array, t: Times) -> Array:
+        early = int(np.searchsorted(t, memory + delay))  # later on the divisor is 1
+        seen = np.maximum(t[:early] - delay, 1)
+        average[..., :early] /= 1 - np.power(float(beta), seen)
+        return average
+
+    return normalise
+
+
+def running_maximum(inner: Normalise) -> Normalise:
+    """AMSGrad as torch has it: the maximum of the raw average, corrected afterwards."""
+    largest: list[Array] = []
+
+    def normalise(average: Array, t: Times) -> Array:
+        if largest:
+            np.maximum(average[..., 0], largest.pop(), out=average[..., 0])
+        raised = np.maximum.accumulate(average, axis=-1)
+        largest.append(raised[..., -1].copy())
+        return inner(raised, t)
+
+    return normalise
+
+
+def unchanged(average: Array, t: Times) -> Array:
+    return average
+
+
+@dataclass
+class Chain:
+    """m_t, v_t and α/(√v_t + ε) of one optimizer over a gradient stream."""
+
+    lr: float
+    eps: float
+    first: Filter
+    second: Filter
+    correct_first: Normalise = unchanged
+    correct_second: Normalise = unchanged
+    delay: int = 0  # gradients that pass before anything moves
+    t: int = field(default=0, init=False)
+
+    def advance(self, g: Array) -> Moments:
+        """Feed the next piece of the stream, shape (…, time)."""
+        t = np.arange(self.t + 1, self.t + g.shape[-1] + 1, dtype=np.float64)
+        self.t += g.shape[-1]
+        v = self.second_moment(g, t)
+        return Moments(self.first_moment(g, t), v, self.step_sizes(v, t))
+
+    def first_moment(self, g: Array, t: Times) -> Array:
+        return self.correct_first(self.first(g), t)
+
+    def second_moment(self, g: Array, t: Times) -> Array:
+        return self.correct_second(self.second(g * g), t)
+
+    def step_sizes(self, v: Array, t: Times) -> Array:
+        moves = (v > 0) & (t > self.delay)
+        return np.divide(self.lr, np.sqrt(v) + self.eps, out=np.zeros_like(v), where=moves)
+
+    def net_update_factors(self, step_size: Array) -> Array:
+        """k(g_t) of Eq. 8: what g_t moves over the whole future that `step_size` covers."""
+        future = Filter(self.first.b, self.first.a)
+        return future(step_size[..., ::-1])[..., ::-1]
+
+
+class PlainChain(Chain):
+    """SGD and Momentum: v is 1 for ever (Section 3.1)."""
+
+    def __init__(self, lr: float, momentum: float, dampening: float) -> None:
+        dampening = dampening if momentum else 0.0  # torch ignores it without momentum
+        first = Filter([1 - dampening], [1.0, -momentum])
+        super().__init__(lr, 0.0, first, Filter([1.0], [1.0]))
+        self.dampening = dampening
+
+    def first_moment(self, g: Array, t: Times) -> Array:
+        if self.first.state is None:  # torch starts the buffer with g_1, undamped
+            self.first.state = self.dampening * g[..., :1]
+        return self.first(g)
+
+    def second_moment(self, g: Array, t: Times) -> Array:
+        return np.ones_like(g)
+
+
+class NesterovChain(Chain):
+    """NAdam as torch has it: β1 warms up, and the newest gradient enters m twice."""
+
+    def __init__(
+        self, beta1: float, momentum_decay: float, beta2: float, *, lr: float, eps: float
+    ) -> None:
+        super().__init__(
+            lr,
+            eps,
+            first=moving_average(beta1),
+            second=moving_average(beta2),
+            correct_second=bias_corrected(beta2),
+        )
+        self.beta1, self.momentum_decay, self.mu_product = beta1, momentum_decay, 1.0
+
+    def first_moment(self, g: Array, t: Times) -> Array:
+        mu, mu_next = (
+            self.beta1 * (1 - 0.5 * 0.96 ** (s * self.momentum_decay)) for s in (t, t + 1)
+        )
+        product = self.mu_product * np.cumprod(mu)
+        self.mu_product = float(product[-1])
+        old = mu_next / (1 - product * mu_next) * self.first(g)
+        return (1 - mu) / (1 - product) * g + old
+
+
+def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
+    """The one parameter group's settings, if those that depend on θ are off."""
+    if len(optimizer.param_groups) != 1:
+        raise NotLinear(
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups, not 1"
+        )
+    group = optimizer.param_groups[0]
+    for name, value in {"weight_decay": 0, "maximize": False, **required}.items():
+        if group.get(name, value) != value:
+            raise NotLinear(f"{type(optimizer).__name__} with {name}={group[name]!r}")
+    return group
+
+
+@singledispatch
+def chain_of(optimizer: torch.optim.Optimizer) -> Chain:
+    """The filter chain of an optimizer, with the settings that the optimizer itself has checked."""
+    raise NotLinear(f"{type(optimizer).__name__} has no filter form")
+
+
+@chain_of.register
+def _(optimizer: torch.optim.SGD) -> Chain:
+    s = settings_of(optimizer, nesterov=False)
+    return PlainChain(s["lr"], s["momentum"], s["dampening"])
+
+
+@chain_of.register
+def _(optimizer: torch.optim.Adam) -> Chain:
+    s = settings_of(optimizer)
+    beta1, beta2 = s["betas"]
+    correct = bias_corrected(beta2)
+    return Chain(
+        s["lr"],
+        s["eps"],
+        moving_average(beta1),
+        moving_average(beta2),
+        bias_corrected(beta1),
+        running_maximum(correct) if s["amsgrad"] else correct,
+    )
+
+
+@chain_of.register
+def _(optimizer: torch.optim.NAdam) -> Chain:
+    s = settings_of(optimizer, decoupled_weight_decay=False)
+    beta1, beta2 = s["betas"]
+    return NesterovChain(beta1, s["momentum_decay"], beta2, lr=s["lr"], eps=s["eps"])
+
+
+@chain_of.register
+def _(optimizer: SpatialOnly) -> Chain:
+    s = settings_of(optimizer)  # one number is its own block, so φ changes nothing here
+    beta1, beta2 = s["betas"]
+    return Chain(
+        s["lr"],
+        s["eps"],
+        moving_average(beta1),
+        moving_average(beta2),
+        bias_corrected(beta1),
+        bias_corrected(beta2),
+    )
+
+
+@chain_of.register
+def _(optimizer: AdamNC) -> Chain:
+    s = settings_of(optimizer)
+    return Chain(
+        s["lr"],
+        s["eps"],
+        moving_average(s["beta1"]),
+        Filter([1.0], [1.0, -1.0]),
+        bias_corrected(s["beta1"]),
+        lambda total, t: total / t,
+    )
+
+
+@chain_of.register
+def _(optimizer: AdaShift) -> Chain:
+    s = settings_of(optimizer)
+    beta1, beta2 = s["betas"]
+    n = s["n"]
+    return Chain(
+        s["lr"],
+        s["eps"],
+        window_average(beta1, s["m"] or n),
+        moving_average(beta2, delay=n),
+        correct_second=bias_corrected(beta2, delay=n),
+        delay=n,
+    )
+
+
+def walk(start: Array, updates: Array, bounds: tuple[float, float] | None = None) -> Array:
+    """θ after each update, clipped to `bounds` after every one of them if they are given."""
+    if bounds is None:
+        return start[..., None] - np.cumsum(updates, axis=-1)
+    shift, low, high = -updates, np.full_like(updates, bounds[0]), np.full_like(updates, bounds[1])
+    for reach in doublings(updates.shape[-1]):
+        # x → clip(x + shift, low, high) composes to a map of the same form, so a prefix scan
+        # does in log T passes what a loop would do in T.
+        old, new = np.s_[..., :-reach], np.s_[..., reach:]
+        low[new], high[new] = (
+            np.clip(bound[old] + shift[new], low[new], high[new]) for bound in (low, high)
+        )
+        shift[new] = shift[old] + shift[new]
+    return np.clip(start[..., None] + shift, low, high)
+
+
+def doublings(length: int) -> Iterator[int]:
+    reach = 1
+    while reach < length:
+        yield reach
+        reach *= 2

@@ -1,0 +1,176 @@
+"""The paper's figures, tables and claims.
+
+    python -m experiments figure 1      train the runs that are missing, draw, judge the claims
+    python -m experiments table 1       the same for a table
+    python -m experiments theory        the same for the lemmas and theorems
+    python -m experiments claims        theory, then judge every claim from the runs at hand
+    python -m experiments status        what is there, and the commands for what is not
+
+`all` instead of a number makes everything that is built. Words of the form key=value go to every
+run as behind run.py: scale=smoke tracking=off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.claims import judge_spec, read_verdicts, write_verdicts
+from experiments.config import ConfigError
+from experiments.record import publish_figure
+from experiments.runs import Run, Spec, load_spec, specs
+
+PREFIXES = "TFCIJKL"
+COUNTS = {"figure": 24, "table": 9}
+Groups = Mapping[str, Sequence[Run]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=sorted(COMMANDS), metavar="what")
+    parser.add_argument("words", nargs="*", metavar="number|all|key=value")
+    parsed = parser.parse_args(arguments)
+    overrides = [word for word in parsed.words if "=" in word]
+    names = [word for word in parsed.words if "=" not in word]
+    COMMANDS[parsed.what](names, overrides)
+
+
+def figure(names: Sequence[str], overrides: Sequence[str]) -> None:
+    for name in numbers("figure", names):
+        make_figure(name, overrides)
+
+
+def make_figure(name: str, overrides: Sequence[str]) -> None:
+    spec, groups = prepare("figure", name, overrides)
+    from experiments.figures import draw, up_to_date
+
+    stem = place(groups, f"figures/figure-{name}")
+    count = sum(map(len, groups.values()))
+    if up_to_date(spec, groups, stem):
+        print(f"{stem}.png is up to date: {count} finished runs, nothing was recomputed")
+        return
+    draw(spec, groups, stem)
+    config = next(iter(groups.values()))[0].config
+    publish_figure(config.tracking, config.results, f"figure-{name}", stem.with_suffix(".png"))
+    print(f"{stem}.png, .pdf and .csv drawn from {count} runs")
+    report(spec, groups)
+
+
+def table(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.tables import write_table
+
+    for name in numbers("table", names):
+        spec, groups = prepare("table", name, overrides)
+        stem = place(groups, f"tables/table-{name}")
+        write_table(spec, groups, stem)
+        print(stem.with_suffix(".md").read_text())
+        report(spec, groups)
+
+
+def theory(names: Sequence[str], overrides: Sequence[str]) -> None:
+    for path in specs("claim"):
+        report(*prepare("claim", path.stem, overrides))
+
+
+def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
+    theory([], overrides)
+    for kind in ("figure", "table"):
+        for path in specs(kind):
+            spec = load_spec(kind, path.stem)
+            report(spec, spec.expand(overrides))
+
+
+def status(names: Sequence[str], overrides: Sequence[str]) -> None:
+    for kind in ("figure", "table", "claim"):
+        for path in specs(kind):
+            runs = all_runs(load_spec(kind, path.stem).expand(overrides))
+            missing = [run for run in runs if not run.done]
+            print(f"{kind} {path.stem}: {len(runs) - len(missing)} of {len(runs)} runs are there")
+            for run in missing[:3]:
+                print(f"    {run.status}: {run.command()}")
+            if len(missing) > 3:
+                print(f"    … and {len(missing) - 3} more")
+
+
+def numbers(kind: str, names: Sequence[str]) -> list[str]:
+    """Two-digit names of what was asked for."""
+    if not names:
+        raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
+    if "all" in names:
+        return [path.stem for path in specs(kind)]
+    for name in names:
+        if not name.isdigit() or not 1 <= int(name) <= COUNTS[kind]:
+            raise ConfigError(
+                f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
+            )
+    return [f"{int(name):02d}" for name in names]
+
+
+def prepare(kind: str, name: str, overrides: Sequence[str]) -> tuple[Spec, Groups]:
+    """Read a spec and train whatever runs it lacks."""
+    spec = load_spec(kind, name)
+    groups = spec.expand(overrides)
+    runs = all_runs(groups)
+    if not all(run.done for run in runs):
+        from experiments.execute import execute_all  # torch is needed for this alone
+
+        execute_all(runs, f"{kind} {name}")
+    return spec, groups
+
+
+def all_runs(groups: Groups) -> list[Run]:
+    """Every run once, although several names may share it."""
+    return list({run.folder: run for runs in groups.values() for run in runs}.values())
+
+
+def place(groups: Groups, name: str) -> Path:
+    """Where a product goes; what cannot be concluded from must not replace what can."""
+    config = next(iter(groups.values()))[0].config
+    return config.results / (name + ("-smoke" if config.scale == "smoke" else ""))
+
+
+def report(spec: Spec, groups: Groups) -> None:
+    """Judge the claims of a spec, print them, and bring claims.csv and claims.md up to date."""
+    stem = place(groups, "claims")
+    known = read_verdicts(stem.with_suffix(".csv"))
+    rows = judge_spec(spec, groups, known)
+    for row in rows:
+        print(f"  {row['id']:5} {row['verdict']:12} {row['claim']}  {row['numbers']}")
+    known |= {row["id"]: row for row in rows}
+    if rows:
+        write_verdicts(in_order(known), stem)
+
+
+def in_order(known: Mapping[str, dict[str, str]]) -> list[dict[str, str]]:
+    """The claims that conf/ has now; what it has no longer is dropped."""
+    current = [
+        claim["id"]
+        for kind in ("claim", "figure", "table")
+        for path in specs(kind)
+        for claim in load_spec(kind, path.stem).claims
+    ]
+    return [known[i] for i in sorted(current, key=natural) if i in known]
+
+
+def natural(name: str) -> list[str | int]:
+    """T first, as the theory comes first; F2 before F10."""
+    parts = re.split(r"(\d+)", name)
+    return [PREFIXES.find(parts[0]), *(int(p) if p.isdigit() else p for p in parts[1:])]
+
+
+COMMANDS = {"figure": figure, "table": table, "theory": theory, "claims": claims, "status": status}
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on with the runs that are left")

@@ -1,0 +1,209 @@
+"""Judges claims from records: a sentence of the paper, a number per seed, a verdict."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import hydra.utils
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+from scipy import stats
+
+from experiments.config import ConfigError, one_line_errors
+from experiments.record import commit, write_text
+from experiments.runs import Run, Spec
+
+Groups = Mapping[str, Sequence[Run]]
+WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
+
+
+class Part(BaseModel):
+    """One comparison: left is above, below or near right, by a margin."""
+
+    model_config = ConfigDict(extra="forbid")
+    left: str
+    relation: Literal["above", "below", "near"]
+    right: float | str = 0.0  # a number, or the name of other runs, compared seed by seed
+    margin: float = 0.0
+    metric: str | None = None
+    statistic: str | None = None
+
+
+class Claim(BaseModel):
+    """A sentence of the paper; it holds if every part does."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: str
+    place: str
+    text: str
+    metric: str
+    statistic: str = "last"  # a function of experiments/statistics.py
+    parts: list[Part]
+    why: str = ""  # the reason for a margin, or what a careful reader should know
+
+
+class Outcome(BaseModel):
+    """A part, judged: the mean difference, its 95 % interval and the verdict."""
+
+    words: str
+    effect: float
+    low: float
+    high: float
+    n: int
+    verdict: str
+
+    def __str__(self) -> str:
+        span = "" if self.low == self.high else f" [{self.low:.4g}, {self.high:.4g}]"
+        return f"{self.words}: {self.effect:.4g}{span}"
+
+
+def claims_of(spec: Spec) -> list[Claim]:
+    with one_line_errors():
+        return [Claim.model_validate(raw) for raw in spec.claims]
+
+
+def judge_part(claim: Claim, part: Part, groups: Groups) -> Outcome:
+    metric, statistic = part.metric or claim.metric, part.statistic or claim.statistic
+    left = values(groups[part.left], metric, statistic)
+    words = f"{part.left}, {statistic} {metric}"
+    if isinstance(part.right, str):
+        difference = left - values(groups[part.right], metric, statistic)
+        words = f"{part.left} − {part.right}, {statistic} {metric}"
+    else:
+        difference = left - part.right
+        words += f" − {part.right:g}" if part.right else ""
+    low, high = interval(difference)
+    verdict = weigh(part.relation, low, high, part.margin)
+    effect = float(difference.mean())
+    return Outcome(words=words, effect=effect, low=low, high=high, n=len(left), verdict=verdict)
+
+
+def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float64]:
+    """The statistic of every run."""
+    try:
+        function = hydra.utils.get_method(f"experiments.statistics.{statistic}")
+        return np.array([function(run.metrics(), metric) for run in runs])
+    except (ImportError, KeyError) as error:
+        raise ConfigError(
+            f"a claim asks for {statistic} of {metric}, which {runs[0].folder} does not have"
+        ) from error
+
+
+def interval(difference: NDArray[np.float64]) -> tuple[float, float]:
+    """95 % interval of the mean (Student's t); a point if there is nothing that varies."""
+    n, middle = len(difference), float(difference.mean())
+    error = float(difference.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+    half = float(stats.t.ppf(0.975, n - 1)) * error if error > 0 else 0.0
+    return middle - half, middle + half
+
+
+def weigh(relation: str, low: float, high: float, margin: float) -> str:
+    """holds if all of the interval is on the claimed side of the margin, fails if none of it is."""
+    if not np.isfinite([low, high]).all():
+        return "inconclusive"
+    if relation == "above":
+        low, high = -high, -low
+    if relation == "near":
+        inside, outside = max(-low, high) <= margin, low > margin or high < -margin
+    else:
+        inside, outside = high < -margin, low >= -margin
+    return "holds" if inside else "fails" if outside else "inconclusive"
+
+
+def judge(claim: Claim, groups: Groups) -> dict[str, str]:
+    """A row of claims.csv."""
+    outcomes = [judge_part(claim, part, groups) for part in claim.parts]
+    verdict = min((o.verdict for o in outcomes), key=WORST_FIRST.index)
+    return row(claim, groups) | {
+        "verdict": verdict,
+        "numbers": "; ".join(map(str, outcomes)),
+        "seeds": str(max(o.n for o in outcomes)),
+        "commit": commit() or "",
+    }
+
+
+def row(claim: Claim, groups: Groups) -> dict[str, str]:
+    scales = {run.config.scale for run in needed(claim, groups)}
+    return {
+        "id": claim.id,
+        "place": claim.place,
+        "claim": claim.text,
+        "verdict": "not run",
+        "numbers": "",
+        "seeds": "",
+        "scale": " and ".join(sorted(scales)),
+        "why": claim.why,
+        "commit": "",
+        "key": key(claim, groups),
+    }
+
+
+def needed(claim: Claim, groups: Groups) -> list[Run]:
+    names = {name for part in claim.parts for name in (part.left, part.right)}
+    unknown = {n for n in names if isinstance(n, str)} - groups.keys()
+    if unknown:
+        raise ConfigError(f"claim {claim.id} compares {sorted(unknown)[0]}, which no run is named")
+    return [run for name in groups if name in names for run in groups[name]]
+
+
+def key(claim: Claim, groups: Groups) -> str:
+    """What the verdict rests on: the claim's wording and the identity of its runs."""
+    runs = [f"{run.config.digest()} {run.config.seed}" for run in needed(claim, groups)]
+    return hashlib.sha256("\n".join([claim.model_dump_json(), *runs]).encode()).hexdigest()[:12]
+
+
+def judge_spec(
+    spec: Spec, groups: Groups, known: Mapping[str, dict[str, str]]
+) -> list[dict[str, str]]:
+    """Judge what can be judged here; a verdict reached elsewhere on the same runs stands."""
+    rows = []
+    for claim in claims_of(spec):
+        if all(run.done for run in needed(claim, groups)):
+            rows.append(judge(claim, groups))
+        else:
+            empty = row(claim, groups)
+            old = known.get(claim.id, {})
+            rows.append(old if old.get("key") == empty["key"] else empty)
+    return rows
+
+
+def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
+    if not path.exists():
+        return {}
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    return {str(r["id"]): {str(k): str(v) for k, v in r.items()} for r in table.to_dict("records")}
+
+
+def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
+    """stem.csv, the record, and stem.md, the page to read."""
+    write_text(stem.with_suffix(".csv"), pd.DataFrame(rows).to_csv(index=False))
+    write_text(stem.with_suffix(".md"), page(rows))
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    counts = [f"{sum(r['verdict'] == v for r in rows)} {v}" for v in reversed(WORST_FIRST)]
+    lines = [
+        "# What holds of the paper",
+        "",
+        "Made by `make claims`; do not edit. Each claim is judged from recorded runs: the mean of",
+        "a difference over the seeds, its 95 % interval in brackets (none if nothing varies), and",
+        "the verdict. *holds*: all of the interval is on the claimed side of the margin; *fails*:",
+        "none of it is; *inconclusive*: a part of it is.",
+        "",
+        f"**{len(rows)} claims: {', '.join(counts)}.**",
+        "",
+        "| id | place | claim | verdict | numbers | seeds | scale |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        claim = r["claim"] + (f" *({r['why']})*" if r["why"] else "")
+        numbers = r["numbers"].replace("; ", "<br>")
+        verdict = f"**{r['verdict']}**"
+        cells = (r["id"], r["place"], claim, verdict, numbers, r["seeds"], r["scale"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

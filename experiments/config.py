@@ -1,0 +1,272 @@
+"""The typed schema of conf/: a typo or a wrong type stops before anything is trained."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+import os
+import re
+import shutil
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import hydra.utils
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+SCALES = ("paper", "laptop", "smoke")
+
+# What a config node becomes when it is called, and nothing else, makes two runs the same run.
+OUTSIDE_IDENTITY = {"seed", "device", "tracking", "results", "force", "cpu_scale"}
+
+
+class ConfigError(Exception):
+    """A request that cannot be run. The message is one line: the key, what is wrong, the cure."""
+
+
+class Tracking(BaseModel):
+    """Where W&B keeps its copy of the record."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["auto", "online", "offline", "off"]
+    project: str
+    entity: str | None
+
+
+class Config(BaseModel):
+    """One training run, resolved: every number in it is the number that is used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    experiment: str
+    optimizer_name: str
+    scale: Literal["paper", "laptop", "smoke"]
+    cpu_scale: Literal["paper", "laptop"]
+    steps: PositiveInt
+    log_every: PositiveInt
+    task: dict[str, Any]
+    optimizer: dict[str, Any]
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+    tracking: Tracking
+    results: Path
+    force: bool
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the config that decides what comes out."""
+        return self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
+
+    def digest(self) -> str:
+        text = json.dumps(as_floats(self.identity()), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def as_floats(node: Any) -> Any:
+    """0 and 0.0 are the same setting, so they must give the same digest."""
+    if isinstance(node, dict):
+        return {key: as_floats(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [as_floats(value) for value in node]
+    return float(node) if isinstance(node, int) and not isinstance(node, bool) else node
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA device is at hand, without importing torch (figures are drawn without it)."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and shutil.which("nvidia-smi") is not None
+
+
+def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
+    """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
+    return {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+
+
+OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The config of one run, from overrides as one would type them behind `run.py`.
+
+    >>> compose(["experiment=counterexample_stochastic", "optimizer=adam"]).steps
+    10000000
+    """
+    with one_line_errors(), config_source():
+        cfg = hydra_compose("config", list(overrides), return_hydra_config=True)
+        return resolve(cfg, cfg.hydra.runtime.choices)
+
+
+@contextmanager
+def config_source() -> Iterator[None]:
+    if GlobalHydra.instance().is_initialized():
+        yield
+        return
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
+    """Fill in names and scale, check every type and range."""
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("hydra", None)
+    cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
+    if cfg.scale == "auto":
+        cfg.scale = "paper" if has_gpu() else cfg.cpu_scale
+    refuse_missing(cfg)
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    values["results"] = ROOT / values["results"]
+    config = Config.model_validate(values)
+    check_ranges(config.optimizer)
+    return config
+
+
+def refuse_missing(cfg: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} has no value: there is no conf/tuned/{cfg.experiment}/"
+            f"{cfg.optimizer_name}.yaml that sets it; add that file or pass {missing[0]}=…"
+        )
+
+
+# What every optimizer agrees on, so that the message can name the key and the cure; whatever else
+# an optimizer refuses is reported in its own words.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda x: x >= 0, "a number that is 0 or more"),
+    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1]"),
+    "eps": (lambda x: x >= 0, "a number that is 0 or more"),
+    "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
+    "n": (lambda x: x >= 1, "a whole number that is 1 or more"),
+}
+
+
+def check_ranges(optimizer: dict[str, Any]) -> None:
+    for name, (fits, wanted) in RANGES.items():
+        value = optimizer.get(name)
+        if value is None:
+            continue
+        try:
+            good = fits(value)
+        except TypeError:
+            good = False
+        if not good:
+            raise ConfigError(f"optimizer.{name}={shown(value)} is out of range: give {wanted}")
+
+
+def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
+    """Make the object that a config node describes; a bad argument is named by its key."""
+    checked = check_call(node, key, extra)
+    try:
+        return hydra.utils.instantiate(checked, **extra)
+    except HydraException as error:
+        raise ConfigError(f"{key}: {last_line(error.__cause__ or error)}") from error
+
+
+def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """The node with every argument in the type that its `_target_` asks for, or a refusal."""
+    try:
+        target = hydra.utils.get_object(node["_target_"])
+        parameters = inspect.signature(target).parameters
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}._target_={node.get('_target_')}: {last_line(error)}") from error
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints, checked = type_hints(target), dict(node)
+    for name, value in node.items():
+        if name.startswith("_"):
+            continue
+        if name not in parameters and not takes_any:
+            raise ConfigError(
+                f"{key}.{name} is unknown: {node['_target_']} takes "
+                f"{', '.join(p for p in parameters if p not in extra and p != 'params')}"
+            )
+        if isinstance(value, dict) and "_target_" in value:
+            checked[name] = check_call(value, f"{key}.{name}", {})
+        else:
+            checked[name] = as_type(f"{key}.{name}", value, hints.get(name, Any))
+    return checked
+
+
+def type_hints(target: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError):  # a hint that only its own module's type checker can read
+        return {}
+
+
+def as_type(key: str, value: Any, hint: Any) -> Any:
+    try:
+        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"{key}={shown(value)} is refused: {problem['msg'].lower()}") from error
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what Hydra, OmegaConf and pydantic say into a ConfigError of one line."""
+    try:
+        yield
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        value = shown(problem["input"])
+        if problem["type"] == "extra_forbidden":
+            raise ConfigError(f"{key} is an unknown key; known are {known_keys()}") from error
+        raise ConfigError(f"{key}={value} is refused: {problem['msg'].lower()}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(str(error))) from error
+
+
+def explain(text: str) -> str:
+    """One line with the cure for what Hydra spreads over many."""
+    unknown_choice = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
+    if unknown_choice:
+        group, choice = unknown_choice.groups()
+        return f"{group}={choice} is unknown: choose one of {', '.join(choices_of(group))}"
+    no_choice = re.search(r"You must specify '([\w-]+)'", text)
+    if no_choice:
+        group = no_choice.group(1)
+        return f"{group} is not chosen: add {group}=… with one of {', '.join(choices_of(group))}"
+    unknown_key = re.search(r"Could not override '([^']+)'", text)
+    if unknown_key:
+        return f"{unknown_key.group(1)} is an unknown key{guess(unknown_key.group(1))}"
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def choices_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def known_keys() -> str:
+    return ", ".join(sorted(Config.model_fields))
+
+
+def guess(key: str) -> str:
+    """A near miss among the names that appear in conf/."""
+    names = set(Config.model_fields)
+    for path in CONF.rglob("*.yaml"):
+        names.update(re.findall(r"^\s*(?:- )?([A-Za-z]\w*):", path.read_text(), re.MULTILINE))
+    near = difflib.get_close_matches(key.split(".")[-1], names, n=1)
+    return f": did you mean {near[0]}?" if near else f"; known at the top are {known_keys()}"
+
+
+def last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def shown(value: Any) -> str:
+    return json.dumps(value, default=str).strip('"')

@@ -1,0 +1,62 @@
+"""execute(): from a config to a finished record. run.py does it once, a figure often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from experiments.config import Config, ConfigError, build
+from experiments.loop import train
+from experiments.progress import progress
+from experiments.record import Record
+from experiments.runs import Run, figures_using
+from experiments.task import Task
+
+
+def execute(run: Run) -> str:
+    """Train the run unless it is there already; return how it ended."""
+    config = run.config
+    if run.done and not config.force:
+        return run.status
+    # Everything that can be refused is built before the first file is written.
+    device = pick_device(config.device)
+    task: Task = build(config.task, "task", seed=config.seed, device=device)
+    optimizers = make_optimizers(config, task)
+    with Record(run.folder, config, run.command(), figures_using(run)) as record:
+        record.status = train(
+            task,
+            optimizers,
+            record,
+            steps=config.steps,
+            log_every=config.log_every,
+            title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
+        )
+    return record.status
+
+
+def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:
+    make_optimizer = build(config.optimizer, "optimizer")
+    try:
+        return {name: make_optimizer(params) for name, params in task.players().items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer={config.optimizer_name} refuses its settings: {error}"
+        ) from error
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={wanted} is not to be had: torch sees no GPU; use device=cpu")
+    return torch.device(wanted)
+
+
+def execute_all(runs: Sequence[Run], title: str) -> None:
+    """Train what is missing, one after the other, and show how far it is."""
+    missing = [run for run in runs if not run.done]
+    ready = f", {len(runs) - len(missing)} are there already" if len(missing) < len(runs) else ""
+    print(f"{title}: {len(missing)} runs to train{ready}", flush=True)
+    for run in progress(missing, desc=title, unit="run"):
+        execute(run)

@@ -1,0 +1,252 @@
+"""Draws any figure spec: png and pdf, and the plotted numbers as csv.
+
+The code knows no figure number. What a figure shows stands in conf/figure, what an optimizer
+looks like in conf/figure/_style.yaml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import hydra.utils
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import CenteredNorm, LogNorm, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from omegaconf import OmegaConf
+from PIL import Image
+
+from experiments.config import CONF
+from experiments.record import commit
+from experiments.runs import Run, Spec
+
+plt.rcParams.update(
+    {
+        "font.size": 9,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "pdf.fonttype": 42,
+    }
+)
+DASHES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished runs behind one name of a spec, one per seed."""
+
+    name: str
+    label: str
+    runs: Sequence[Run]
+    shade: int = 0  # how many curves of the same optimizer stand before it in the panel
+
+    @property
+    def style(self) -> dict[str, Any]:
+        color = np.array(to_rgb(styles()[self.runs[0].config.optimizer_name]["color"]))
+        dark = 0.75**self.shade
+        return {"color": tuple(color * dark), "linestyle": DASHES[self.shade % len(DASHES)]}
+
+    def table(self, metric: str) -> pd.DataFrame:
+        """Step × seed; a run that diverged ends early."""
+        columns = {r.config.seed: r.metrics().set_index("step")[metric] for r in self.runs}
+        return pd.DataFrame(columns)
+
+
+def styles() -> dict[str, Any]:
+    return dict(OmegaConf.to_container(OmegaConf.load(CONF / "figure" / "_style.yaml")))  # type: ignore[arg-type]
+
+
+def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> None:
+    """Write stem.png, stem.pdf and stem.csv."""
+    columns = min(len(spec.panels), 2)
+    rows = -(-len(spec.panels) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.7 * columns, 3.7 * rows), squeeze=False, layout="constrained"
+    )
+    numbers = []
+    for ax, panel in zip(axes.flat, spec.panels, strict=False):
+        data = draw_panel(ax, dict(panel), groups)
+        numbers.append(data.assign(panel=panel["title"]))
+    for ax in axes.flat[len(spec.panels) :]:
+        ax.remove()
+    finish(figure, spec, groups)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, stem, digest(spec, groups))
+    table = pd.concat(numbers)
+    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
+
+
+def draw_panel(
+    ax: Axes, panel: dict[str, Any], groups: Mapping[str, Sequence[Run]]
+) -> pd.DataFrame:
+    title, target, names = panel.pop("title"), panel.pop("draw"), panel.pop("runs")
+    ax.set_title(title, fontsize=10)
+    ax.set(**panel.pop("axes", {}))
+    members = [named(name, label, groups) for name, label in labels(names).items()]
+    data = hydra.utils.get_method(target)(ax, shaded(members), **panel)
+    assert isinstance(data, pd.DataFrame)
+    return data
+
+
+def labels(names: Any) -> dict[str, str | None]:
+    """`[adam, amsgrad]` or `{adam: a label of its own}`."""
+    return dict(names) if isinstance(names, dict) else dict.fromkeys(names)
+
+
+def named(name: str, label: str | None, groups: Mapping[str, Sequence[Run]]) -> Group:
+    runs = groups[name]
+    return Group(name, label or styles()[runs[0].config.optimizer_name]["label"], runs)
+
+
+def shaded(members: Sequence[Group]) -> list[Group]:
+    """Curves of one optimizer share its colour and differ in their shade and dashes."""
+    seen: dict[str, int] = {}
+    out = []
+    for g in members:
+        optimizer = g.runs[0].config.optimizer_name
+        out.append(Group(g.name, g.label, g.runs, seen.get(optimizer, 0)))
+        seen[optimizer] = seen.get(optimizer, 0) + 1
+    return out
+
+
+def curves(ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best") -> pd.DataFrame:
+    """Mean over the seeds, with a band of one standard deviation; an × where runs diverged."""
+    parts = []
+    for group in groups:
+        table = group.table(metric)
+        middle, spread = table.mean(axis=1), table.std(axis=1).fillna(0)
+        ax.plot(middle.index, middle, label=group.label, lw=1.4, **group.style)
+        ax.fill_between(
+            middle.index,
+            middle - spread,
+            middle + spread,
+            alpha=0.18,
+            lw=0,
+            color=group.style["color"],
+        )
+        if any(run.status == "diverged" for run in group.runs):
+            ax.plot(middle.index[-1:], middle[-1:], "x", ms=8, mew=2, color=group.style["color"])
+        parts.append(
+            pd.DataFrame(
+                {
+                    "curve": group.label,
+                    "step": middle.index,
+                    "mean": middle.to_numpy(),
+                    "sd": spread.to_numpy(),
+                    "n": table.count(axis=1).to_numpy(),
+                }
+            )
+        )
+    ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+    ax.legend(loc=legend, fontsize=8)
+    return pd.concat(parts)
+
+
+def heatmap(
+    ax: Axes,
+    groups: Sequence[Group],
+    metric: str,
+    contours: str | None = None,
+    contour_label: str = "",
+    contour_levels: Sequence[float] | None = None,
+    where: str | None = None,
+    where_label: str = "",
+    centered: bool = False,
+) -> pd.DataFrame:
+    """A metric over β1 (x) and β2 (y), mean over the seeds.
+
+    `contours` names a second metric, drawn as lines over the first; cells in which the metric
+    `where` is 0 are grey; `centered` makes 0 the middle of the colours and draws its line.
+    """
+    (group,) = groups
+    wanted = [name for name in (metric, contours, where) if name]
+    cells = pd.concat([run.metrics() for run in group.runs])
+    table = cells.groupby(["beta2", "beta1"])[wanted].mean().reset_index()
+    x, y, z = grid_of(table, metric)
+    if where:
+        z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)
+    limit = np.abs(z).max()
+    look = CenteredNorm(halfrange=limit) if centered else LogNorm(z.min(), z.max())
+    colors = "RdBu_r" if centered else "viridis"
+    image = ax.pcolormesh(x, y, z, norm=look, cmap=colors, shading="nearest", rasterized=True)
+    ax.grid(False)
+    ax.set_facecolor("0.7")
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
+    if not centered:
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        bar.ax.yaxis.set_major_formatter(ScalarFormatter())
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+    if centered:
+        ax.contour(x, y, z, levels=[0], colors="black", linewidths=1)
+        ax.plot([], [], color="black", lw=1, label="0")
+    if contours:
+        lines = ax.contour(x, y, grid_of(table, contours)[2], contour_levels, colors="white")
+        lines.set_linewidth(1)
+        ax.clabel(lines, fontsize=7, fmt="%g")
+        ax.plot([], [], color="white", lw=1, label=contour_label)
+    if where:
+        ax.fill_between([], [], color="0.7", label=where_label)
+    if centered or contours or where:
+        ax.legend(loc="lower left", fontsize=7, facecolor="0.35", labelcolor="white", frameon=True)
+    return table.assign(n=len(group.runs))
+
+
+def grid_of(table: pd.DataFrame, metric: str) -> tuple[Any, Any, Any]:
+    grid = table.pivot(index="beta2", columns="beta1", values=metric)
+    return grid.columns.to_numpy(), grid.index.to_numpy(), grid.to_numpy()
+
+
+def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> None:
+    """Title, and on the face of the figure: scale, seeds, and what a careful reader asks."""
+    scale = scale_of(groups)
+    figure.suptitle(spec.title, fontsize=11)
+    seeds = f"{spec.seeds} seed{'s' if spec.seeds > 1 else ''}"
+    note = " · ".join(filter(None, [f"{scale} scale", seeds, spec.note]))
+    figure.supxlabel(note, fontsize=7.5, color="0.35")
+    if scale != "paper":
+        figure.text(
+            0.995, 0.985, f"{scale} scale", ha="right", va="top", color="firebrick", weight="bold"
+        )
+
+
+def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
+    scales = sorted({run.config.scale for runs in groups.values() for run in runs})
+    return " and ".join(scales)
+
+
+def digest(spec: Spec, groups: Mapping[str, Sequence[Run]]) -> str:
+    """Changes when the spec, the look, this file, or a run behind the figure changes."""
+    parts = [spec.model_dump_json(), str(styles()), Path(__file__).read_text()]
+    for runs in groups.values():
+        parts += [f"{r.config.digest()} {r.config.seed} {r.info.get('started')}" for r in runs]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def up_to_date(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
+    files = [stem.with_suffix(s) for s in (".png", ".pdf", ".csv")]
+    if not all(f.exists() for f in files):
+        return False
+    with Image.open(files[0]) as image:
+        return bool(image.info.get("Source") == digest(spec, groups))
+
+
+def save(figure: Figure, stem: Path, source: str) -> None:
+    # The picture carries what it was made from; no date, so that equal runs give equal files.
+    about = {"Source": source, "Comment": f"commit {commit()}"}
+    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata=about)
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Keywords": source})
+    plt.close(figure)

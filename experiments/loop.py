@@ -1,0 +1,45 @@
+"""train(): the only training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from experiments.progress import progress
+from experiments.record import Record
+from experiments.task import Task
+
+
+def train(
+    task: Task,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    record: Record,
+    *,
+    steps: int,
+    log_every: int,
+    title: str = "",
+) -> str:
+    """Train until `steps` are done; return "finished", or "diverged" if a metric is no number.
+
+    Losses and metrics go to the record every `log_every` steps and at the end.
+    """
+    done, losses = 0, dict[str, torch.Tensor]()
+    with progress(total=steps, desc=title, unit="step", unit_scale=True) as bar:
+        for step in task.steps():
+            loss = step.take(optimizers[step.player])
+            if loss is not None:
+                losses[f"{step.player}/loss"] = loss
+            task.after_step()
+            done += step.size
+            bar.update(step.size)
+            if done % log_every and done < steps:
+                continue
+            metrics = task.evaluate() | {name: float(loss) for name, loss in losses.items()}
+            record.log(done, metrics)
+            if not all(map(math.isfinite, metrics.values())):
+                return "diverged"
+            if done >= steps:
+                return "finished"
+    raise RuntimeError(f"{type(task).__name__}.steps() ended after {done} of {steps} steps")

@@ -1,0 +1,15 @@
+"""The one look of a progress bar: none for what takes seconds, few lines without a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+
+def progress(items: Sequence[Any] | None = None, **about: Any) -> tqdm[Any]:
+    """A bar with speed and remaining time, over `items` or, with total=…, to be moved by hand."""
+    pause = 0.5 if sys.stderr.isatty() else 30.0
+    return tqdm(items, delay=3, leave=False, mininterval=pause, dynamic_ncols=True, **about)

@@ -1,0 +1,245 @@
+"""Record: what a run leaves behind, metrics.csv and run.json, mirrored to W&B.
+
+The CSV is the truth and W&B a copy of it; nothing else reads or writes these files, and no other
+file imports wandb.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import netrc
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import pandas as pd
+
+from experiments.config import ROOT, Config, Tracking
+
+if TYPE_CHECKING:
+    import wandb
+
+METRICS, INFO = "metrics.csv", "run.json"
+COLUMNS = ("step", "metric", "value")
+PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
+
+
+class Record:
+    """The append-only log of one run, as a context that always says how it ended.
+
+    >>> with Record(folder, config) as record:
+    ...     record.log(100, {"theta": -0.5})
+    ...     record.status = "finished"
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
+        self.status = "interrupted"
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.started = time.time()
+        self.write_info("running")
+        self.file = (self.folder / METRICS).open("w", newline="")
+        self.rows = csv.writer(self.file, lineterminator="\n")
+        self.rows.writerow(COLUMNS)
+        self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
+        return self
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one value per metric; `step` is the x axis of all of them."""
+        # repr keeps every bit, so that equal runs give equal files.
+        self.rows.writerows((step, name, repr(float(value))) for name, value in metrics.items())
+        self.mirror.log(step, metrics)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.file.close()
+        if isinstance(error, Exception):
+            self.status = "failed"
+        self.write_info(self.status, error=repr(error) if error else None)
+        self.mirror.finish(failed=self.status != "finished")
+
+    def write_info(self, status: str, error: str | None = None) -> None:
+        info = {
+            "status": status,
+            "error": error,
+            "seconds": round(time.time() - self.started, 3),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
+            "command": self.command,
+            "tags": self.tags,
+            "machine": machine(),
+            "commit": commit(),
+            "versions": versions(),
+            "config": self.config.model_dump(mode="json", exclude={"results"}),
+        }
+        write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """run.json, or an empty dict if there is none that can be read."""
+    try:
+        info = json.loads((folder / INFO).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def read_metrics(folder: Path) -> pd.DataFrame:
+    """metrics.csv with a row per step and a column per metric."""
+    long = pd.read_csv(folder / METRICS, float_precision="round_trip")
+    wide = long.pivot(index="step", columns="metric", values="value")
+    return wide.reset_index().rename_axis(columns=None)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def commit() -> str | None:
+    """The commit of the code, marked if the code differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changes = [*git, "status", "--porcelain", "--", ":!results"]
+        dirty = subprocess.run(changes, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("-dirty" if dirty.strip() else "")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Mirror:
+    """A W&B run, or nothing at all when tracking is off."""
+
+    def __init__(self, run: wandb.Run | None) -> None:
+        self.run = run
+        self.known: set[str] = set()
+
+    @classmethod
+    def of_run(cls, config: Config, folder: Path, tags: Sequence[str]) -> Mirror:
+        plain = config.model_dump(mode="json", exclude={"results", "tracking", "force"})
+        return cls.start(
+            config.tracking,
+            config.results,
+            group=config.experiment,
+            job_type=config.optimizer_name,
+            name=f"{folder.parent.name}-seed{config.seed}",
+            tags=list(tags),
+            config=plain,
+        )
+
+    @classmethod
+    def start(cls, tracking: Tracking, results: Path, **settings: Any) -> Mirror:
+        mode = decide_mode(tracking.mode)
+        if mode == "off":
+            return cls(None)
+        import wandb
+
+        results.mkdir(parents=True, exist_ok=True)
+        settings |= {
+            "project": tracking.project,
+            "entity": tracking.entity,
+            "dir": str(results),
+            "reinit": "create_new",
+            "settings": wandb.Settings(silent=True, console="off", x_save_requirements=False),
+        }
+        try:
+            return cls(wandb.init(mode=mode, **settings))
+        except wandb.errors.Error as error:
+            if tracking.mode == "online":
+                raise
+            print(f"W&B cannot be reached ({error}); this run is kept offline", file=sys.stderr)
+            return cls(wandb.init(mode="offline", **settings))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.run is None:
+            return
+        for name in metrics.keys() - self.known:
+            self.run.define_metric(name, step_metric="step")
+            self.known.add(name)
+        self.run.log({"step": step, **metrics})
+
+    def log_image(self, name: str, path: Path) -> None:
+        if self.run is not None:
+            import wandb
+
+            self.run.log({name: wandb.Image(str(path))})
+
+    def finish(self, failed: bool = False) -> None:
+        # Inside the job: otherwise all jobs of a multirun land in one W&B run.
+        if self.run is not None:
+            self.run.finish(exit_code=int(failed))
+
+
+def decide_mode(wanted: str) -> Any:
+    """What W&B calls the mode: `auto` is online for somebody who is logged in, else offline."""
+    if wanted != "auto":
+        return wanted
+    asked = os.environ.get("WANDB_MODE")
+    if asked:
+        return "off" if asked in ("disabled", "dryrun") else asked
+    return "online" if logged_in() else "offline"
+
+
+def logged_in() -> bool:
+    """Whether W&B has a key, in the environment or where `wandb login` puts it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import wandb
+
+    host = wandb.Settings().base_url.split("//")[-1].split("/")[0]
+    places = [os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc"]
+    for place in places:
+        if place and Path(place).exists():
+            try:
+                return netrc.netrc(str(place)).authenticators(host) is not None
+            except netrc.NetrcParseError:
+                return False
+    return False
+
+
+def publish_figure(tracking: Tracking, results: Path, name: str, image: Path) -> None:
+    """Send a finished figure to W&B as an image."""
+    mirror = Mirror.start(
+        tracking, results, group="figures", job_type="figure", name=name, tags=[name]
+    )
+    mirror.log_image(name, image)
+    mirror.finish()

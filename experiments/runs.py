@@ -1,0 +1,152 @@
+"""Run: the identity of one training, where it is kept, and whether it is there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from experiments import record
+from experiments.config import CONF, Config, ConfigError, compose, one_line_errors
+
+FINAL = ("finished", "diverged")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: the same request finds the same folder, so nothing is trained twice."""
+
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        c = self.config
+        return (
+            c.results
+            / "runs"
+            / c.experiment
+            / f"{c.optimizer_name}-{c.digest()}"
+            / f"seed={c.seed}"
+        )
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return record.read_info(self.folder)
+
+    @property
+    def status(self) -> str:
+        """missing, running, interrupted, failed, diverged or finished."""
+        return str(self.info.get("status", "missing"))
+
+    @property
+    def done(self) -> bool:
+        return self.status in FINAL
+
+    def metrics(self) -> pd.DataFrame:
+        return record.read_metrics(self.folder)
+
+    def command(self) -> str:
+        """The shortest command line that makes this run."""
+        c = self.config
+        names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
+        try:
+            plain = leaves(cached_config(names).identity())
+        except ConfigError:  # no tuned values for this pair, so all of them were given by hand
+            plain = {}
+        changed = {k: v for k, v in leaves(c.identity()).items() if plain.get(k, ...) != v}
+        given = [f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in changed.items()]
+        return shlex.join(["python", "run.py", *names, *given, f"seed={c.seed}"])
+
+    def with_seed(self, seed: int) -> Run:
+        return Run(self.config.model_copy(update={"seed": seed}))
+
+
+class Spec(BaseModel):
+    """A figure, a table or a set of claims as it stands in conf/: named runs and their use."""
+
+    model_config = ConfigDict(extra="forbid")
+    title: str
+    note: str = ""
+    seeds: PositiveInt
+    once: list[str] = []  # runs without randomness: one seed is all there is
+    base: list[str] = []
+    runs: dict[str, list[str]]
+    panels: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    claims: list[dict[str, Any]] = []
+
+    def settings(self, overrides: Sequence[str]) -> dict[str, Run]:
+        """Name → run with the first seed; `overrides` come last and hold for all of them."""
+        return {
+            name: Run(cached_config((*self.base, *extra, *overrides)))
+            for name, extra in self.runs.items()
+        }
+
+    def expand(self, overrides: Sequence[str] = ()) -> dict[str, list[Run]]:
+        """Name → one run per seed."""
+        return {
+            name: [first.with_seed(seed) for seed in range(1 if name in self.once else self.seeds)]
+            for name, first in self.settings(overrides).items()
+        }
+
+
+def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        inner = isinstance(value, dict)
+        flat |= leaves(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+    return flat
+
+
+@cache
+def cached_config(overrides: tuple[str, ...]) -> Config:
+    return compose(overrides)
+
+
+def spec_path(kind: str, name: str) -> Path:
+    return CONF / kind / f"{name}.yaml"
+
+
+def load_spec(kind: str, name: str) -> Spec:
+    """Read conf/<kind>/<name>.yaml; `kind` is figure, table or claim."""
+    path = spec_path(kind, name)
+    if not path.exists():
+        built = ", ".join(str(int(p.stem)) for p in specs(kind) if p.stem.isdigit()) or "none yet"
+        raise ConfigError(
+            f"{kind} {name.lstrip('0')} is not built yet: conf/{kind}/{path.name} is missing "
+            f"(built so far: {built})"
+        )
+    with one_line_errors():
+        return Spec.model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+
+
+def specs(kind: str) -> list[Path]:
+    """The files of conf/<kind> that hold a spec, in order."""
+    return sorted(p for p in (CONF / kind).glob("*.yaml") if not p.stem.startswith("_"))
+
+
+def figures_using(run: Run) -> list[str]:
+    """The tags of a run: the figures and tables whose pictures it is part of."""
+    return [f"{kind}-{name}" for kind, name in users_of(run)]
+
+
+def users_of(run: Run) -> Iterator[tuple[str, str]]:
+    c = run.config
+    names = {f"experiment={c.experiment}", f"optimizer={c.optimizer_name}"}
+    for kind in ("figure", "table"):
+        for path in specs(kind):
+            spec = load_spec(kind, path.stem)
+            # Composing is slow, so only the settings that name this pair are composed.
+            alike = [o for o in spec.runs.values() if names <= {*spec.base, *o}]
+            requests = [cached_config((*spec.base, *o, f"scale={c.scale}")) for o in alike]
+            if any(c.identity() == r.identity() for r in requests):
+                yield kind, path.stem

@@ -1,0 +1,57 @@
+"""One number from the metrics of one run: the vocabulary of claims and tables.
+
+Each takes the metrics of a run, a row per step, and the name of the metric.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+from scipy.stats import spearmanr
+
+
+def last(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].dropna().iloc[-1])
+
+
+def mean(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].mean())
+
+
+def largest(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].max())
+
+
+def smallest(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].min())
+
+
+def median(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].median())
+
+
+def trend(metrics: pd.DataFrame, metric: str) -> float:
+    """Rank correlation with the step: 1 if it only rises, −1 if it only falls."""
+    rows = metrics.dropna(subset=metric)
+    return float(spearmanr(rows["step"], rows[metric]).statistic)
+
+
+def falls_along_beta1(metrics: pd.DataFrame, metric: str) -> float:
+    """The share of neighbours on the grid between which a metric falls by over 10 % as β1 rises."""
+    return share_of_falls(metrics, metric, "beta1", "beta2")
+
+
+def falls_along_beta2(metrics: pd.DataFrame, metric: str) -> float:
+    """The same as β2 rises."""
+    return share_of_falls(metrics, metric, "beta2", "beta1")
+
+
+def share_of_falls(metrics: pd.DataFrame, metric: str, along: str, across: str) -> float:
+    cells = metrics.dropna(subset=metric)
+    grid = cells.pivot(index=across, columns=along, values=metric).to_numpy()
+    return float((grid[:, 1:] < 0.9 * grid[:, :-1]).mean())
+
+
+def differs_from_exact(metrics: pd.DataFrame, metric: str) -> float:
+    """The share of cells in which a metric is not what the column `exact` says."""
+    cells = metrics.dropna(subset=[metric, "exact"])
+    return float((cells[metric] != cells["exact"]).mean())

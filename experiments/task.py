@@ -1,0 +1,68 @@
+"""Task and Step: what a problem must provide to be trained by the one loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Step:
+    """One update of one player; `loss` returns the scalar to be minimised."""
+
+    player: str
+    loss: Callable[[], Tensor]
+    size: ClassVar[int] = 1  # steps on the x axis
+
+    def take(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Update the player and return the loss before the update, if there is one."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+
+@dataclass
+class Stretch:
+    """Many steps at once, for a problem that can say what they do without taking each of them."""
+
+    player: str
+    act: Callable[[torch.optim.Optimizer], None]
+    size: int = 1
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        self.act(optimizer)
+
+
+class Task(ABC):
+    """A problem: who plays, how a step goes, how it is judged."""
+
+    @abstractmethod
+    def players(self) -> dict[str, list[torch.nn.Parameter]]:
+        """Name → parameters; each player gets an optimizer of its own."""
+
+    @abstractmethod
+    def steps(self) -> Iterator[Step | Stretch]:
+        """Steps without end; the loop stops when the run is long enough."""
+
+    def after_step(self) -> None:  # noqa: B027 (most problems have no feasible set)
+        """Bring the parameters back into the feasible set."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metric → value, at the end of a stretch of `log_every` steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept beside the parameters to go on: data order, random generators."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")

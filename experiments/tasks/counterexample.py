@@ -1,0 +1,158 @@
+"""The online problems on which Adam goes the wrong way: f_t(θ) = g_t θ, and g_t ignores θ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from adashift.trajectory import Array, Chain, Moments, NotLinear, chain_of, walk
+from experiments.task import Step, Stretch, Task
+
+
+@dataclass
+class Sequential:
+    """Eq. 6: C at the first step of every epoch of d steps, −1 otherwise."""
+
+    C: float
+    d: int
+
+    def __post_init__(self) -> None:
+        if self.d < 1:
+            raise ValueError(f"d is {self.d}; an epoch needs at least 1 step")
+
+    @property
+    def period(self) -> int:
+        return self.d
+
+    def gradients(self, start: int, count: int, rng: np.random.Generator) -> Array:
+        """g_t for t = start+1 … start+count."""
+        t = np.arange(start, start + count)
+        return np.where(t % self.d == 0, self.C, -1.0)
+
+
+@dataclass
+class Stochastic:
+    """Eq. 7: C with probability (1+δ)/(C+1), −1 otherwise, so the mean gradient is δ."""
+
+    C: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < self.C:
+            raise ValueError(f"delta is {self.delta}; it must lie between 0 and C = {self.C}")
+
+    @property
+    def period(self) -> int:
+        return 1
+
+    @property
+    def p(self) -> float:
+        return (1 + self.delta) / (self.C + 1)
+
+    def gradients(self, start: int, count: int, rng: np.random.Generator) -> Array:
+        return np.where(rng.random(count) < self.p, self.C, -1.0)
+
+
+Problem = Sequential | Stochastic
+
+
+def generator(seed: int) -> np.random.Generator:
+    """Draws of a seed: the same for every optimizer, so that they can be compared in pairs."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
+
+
+class Trajectory(Task):
+    """The path of θ from 0, in blocks of steps.
+
+    An optimizer that is a chain of linear filters takes a block at once; any other one is stepped.
+    The metrics of a block: the mean θ and the last one, the mean v and step size that were used,
+    and, on a bounded set, the average regret so far and its excess over ε2 of Theorem 1.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        block: int,
+        warm_up: int,
+        bounds: tuple[float, float] | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
+            raise ValueError(f"bounds are {list(bounds)}; they must enclose the start, 0")
+        self.problem, self.block, self.warm_up, self.bounds = problem, block, warm_up, bounds
+        self.rng = generator(seed)
+        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64, device=device))
+        self.t = 0
+        self.chain: Chain | None = None
+        self.metrics: dict[str, float] = {}
+        self.loss_sum = self.gradient_sum = 0.0
+
+    def players(self) -> dict[str, list[torch.nn.Parameter]]:
+        return {"theta": [self.theta]}
+
+    def steps(self) -> Iterator[Stretch]:
+        while True:
+            yield Stretch("theta", self.take_block, self.block)
+
+    def take_block(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.t == 0:
+            self.chain = linear(optimizer)
+            if self.warm_up:
+                self.move(optimizer, self.draw(self.warm_up))
+                self.theta.data.zero_()
+        start = self.theta.item()
+        g = self.draw(self.block)
+        path, moments = self.move(optimizer, g)
+        self.note(start, path, g, moments)
+
+    def draw(self, count: int) -> Array:
+        start, self.t = self.t, self.t + count
+        return self.problem.gradients(start, count, self.rng)
+
+    def move(self, optimizer: torch.optim.Optimizer, g: Array) -> tuple[Array, Moments | None]:
+        """θ after each gradient, and the moments if the optimizer is a chain."""
+        if self.chain is None:
+            return np.array([self.one_step(optimizer, slope) for slope in g]), None
+        moments = self.chain.advance(g)
+        path = walk(self.theta.detach().cpu().numpy(), moments.update, self.bounds)
+        self.theta.data.fill_(float(path[-1]))
+        return path, moments
+
+    def one_step(self, optimizer: torch.optim.Optimizer, slope: float) -> float:
+        Step("theta", lambda: self.theta * slope).take(optimizer)
+        self.after_step()
+        return self.theta.item()
+
+    def after_step(self) -> None:
+        if self.bounds is not None:
+            self.theta.data.clamp_(*self.bounds)
+
+    def note(self, start: float, path: Array, g: Array, moments: Moments | None) -> None:
+        self.metrics = {"theta": path.mean(), "theta_last": path[-1]}
+        if moments is not None:
+            self.metrics |= {"v": moments.v.mean(), "step_size": moments.step_size.mean()}
+        if self.bounds is not None:
+            before = np.append(
+                start, path[:-1]
+            )  # f_t is judged at θ_t, which g_t has not moved yet
+            self.loss_sum += float(g @ before)
+            self.gradient_sum += float(g.sum())
+            best = min(bound * self.gradient_sum for bound in self.bounds)
+            self.metrics["regret"] = (self.loss_sum - best) / (self.t - self.warm_up)
+            if moments is not None:
+                epsilon2 = moments.step_size.max() * np.abs(g).max() ** 2
+                self.metrics["excess"] = self.metrics["regret"] - epsilon2
+
+    def evaluate(self) -> dict[str, float]:
+        return dict(self.metrics)
+
+
+def linear(optimizer: torch.optim.Optimizer) -> Chain | None:
+    try:
+        return chain_of(optimizer)
+    except NotLinear:
+        return None

@@ -1,0 +1,201 @@
+"""The lemmas and theorems, checked by brute force on random or simulated cases."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+from adashift import theory
+from adashift.trajectory import Array, Chain, chain_of
+from experiments.task import Stretch, Task
+from experiments.tasks.beta_grid import chain_with, draw
+from experiments.tasks.counterexample import Sequential, Stochastic, generator
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequential problem and one pair of betas."""
+
+    beta1: float
+    beta2: float
+    C: float
+    d: int
+
+
+class RandomCases(Task):
+    """A lemma on the sequential problem, tried on one random case per step."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.rng = generator(seed)
+        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.row: dict[str, float] = {}
+
+    def players(self) -> dict[str, list[torch.nn.Parameter]]:
+        return {"theta": [self.theta]}
+
+    def steps(self) -> Iterator[Stretch]:
+        while True:
+            yield Stretch("theta", self.try_one)
+
+    def try_one(self, optimizer: torch.optim.Optimizer) -> None:
+        case = self.draw_case()
+        self.row = vars(case) | self.check(case, chain_with(optimizer, case.beta1, case.beta2))
+
+    def draw_case(self) -> Case:
+        """Memories from one step to hundreds, epochs from 2 to 60, C from 2 to 200."""
+        beta1, beta2 = 1 - 10 ** self.rng.uniform(-2.5, 0, size=2)
+        C = 10 ** self.rng.uniform(np.log10(2), np.log10(200))
+        return Case(float(beta1), float(beta2), float(C), int(self.rng.integers(2, 61)))
+
+    @abstractmethod
+    def check(self, case: Case, chain: Chain) -> dict[str, float]:
+        """What the lemma says about the case against what a simulation shows."""
+
+    def evaluate(self) -> dict[str, float]:
+        return dict(self.row)
+
+
+def forgotten(beta: float) -> int:
+    """Steps after which β leaves no trace in double precision."""
+    return int(np.ceil(np.log(1e-17) / np.log(beta))) if beta > 0 else 1
+
+
+def whole_epochs(steps: int, d: int) -> int:
+    return -(-steps // d) * d
+
+
+class Lemma2(RandomCases):
+    """The limits of m and v over an epoch."""
+
+    def check(self, case: Case, chain: Chain) -> dict[str, float]:
+        steps = whole_epochs(forgotten(max(case.beta1, case.beta2)), case.d) + case.d
+        g = Sequential(case.C, case.d).gradients(0, steps, self.rng)
+        m, v = chain.first(g)[-case.d :], chain.second(g * g)[-case.d :]
+        m_limit = theory.limit_m(case.beta1, case.C, case.d)
+        v_limit = theory.limit_v(case.beta2, case.C, case.d)
+        return {
+            "m_error": np.abs(m - m_limit).max() / np.abs(m_limit).max(),
+            "v_error": np.abs(v / v_limit - 1).max(),
+        }
+
+
+class Lemma3(RandomCases):
+    """Net update factors: k(C) is the smallest, and over the epoch they rise and then fall."""
+
+    def check(self, case: Case, chain: Chain) -> dict[str, float]:
+        k = simulated_factors(case, chain)
+        rises = np.diff(np.append(k, k[0])) > 1e-12 * k.max()
+        falls = np.diff(np.append(k, k[0])) < -1e-12 * k.max()
+        return {
+            "violated": float(rises[falls.argmax() :].any() or k.argmin() != 0),
+            "error": np.abs(k / theory.net_update_factors(**vars(case)) - 1).max(),
+            "difference_rises": float((np.diff(np.diff(k)) > 1e-12 * k.max()).any()),
+        }
+
+
+def simulated_factors(case: Case, chain: Chain) -> Array:
+    """k(g_{nd+i}) of one late epoch, from the v of a simulation."""
+    before = whole_epochs(forgotten(case.beta2), case.d)
+    after = whole_epochs(forgotten(case.beta1), case.d)
+    g = Sequential(case.C, case.d).gradients(0, before + case.d + after, np.random.default_rng())
+    k = chain.net_update_factors(1 / np.sqrt(chain.second(g * g)))
+    return k[before : before + case.d]
+
+
+class Lemma6(RandomCases):
+    """The critical condition, as printed and as corrected, against the root found numerically."""
+
+    def check(self, case: Case, chain: Chain) -> dict[str, float]:
+        betas = case.beta1, case.beta2, case.d
+        root = float(theory.critical_c(*betas, large_v=True))
+        corrected = float(theory.critical_c_closed_form(*betas))
+        return {
+            "corrected_error": abs(corrected - root) / abs(root),
+            "printed_error": abs(printed_critical_c(*betas) - root) / abs(root),
+        }
+
+
+def printed_critical_c(beta1: float, beta2: float, d: int) -> float:
+    """Lemma 6 as it stands in the paper (docs/errata.md, E1)."""
+    s = np.sqrt(beta2)
+    above = (1 - beta1**d) * (s**d - beta1**d) * (1 - s)
+    below = (1 - beta1) * (s - beta1) * (1 - s**d)
+    return float(above / below - 1)
+
+
+class NetUpdate(Task):
+    """Lemma 4 and Theorem 5: what a large and a small gradient move in the stochastic problem.
+
+    A step is one simulated stretch. `k_large` and `k_small` are the mean net update factors over α;
+    `coupled_share` is how often k(C) < k(−1) when C replaces −1 and nothing else changes.
+    """
+
+    def __init__(
+        self,
+        problem: Stochastic,
+        burn_in: int,
+        length: int,
+        couples: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.problem, self.burn_in, self.length, self.couples = problem, burn_in, length, couples
+        self.rng = generator(seed)
+        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.row: dict[str, float] = {}
+
+    def players(self) -> dict[str, list[torch.nn.Parameter]]:
+        return {"theta": [self.theta]}
+
+    def steps(self) -> Iterator[Stretch]:
+        while True:
+            yield Stretch("theta", self.measure)
+
+    def measure(self, optimizer: torch.optim.Optimizer) -> None:
+        self.row = self.factors(chain_of(optimizer)) | self.coupling(optimizer)
+
+    def factors(self, chain: Chain) -> dict[str, float]:
+        tail = reach(chain)
+        g = self.problem.gradients(0, self.burn_in + self.length + tail, self.rng)
+        k = chain.net_update_factors(chain.advance(g).step_size) / chain.lr
+        g, k = (x[self.burn_in : -tail] for x in (g, k))
+        large, small = k[g > 0].mean(), k[g < 0].mean()
+        return {
+            "k_large": large,
+            "k_small": small,
+            "k_bias": large / small - 1,
+            "k_spread": k.max() / k.min() - 1,
+            "rank_correlation": correlation(np.abs(g), k),
+        }
+
+    def coupling(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        tail = reach(chain_of(optimizer))
+        g = draw(self.problem, self.burn_in + 1 + tail, self.couples, self.rng)
+        k = []
+        for value in (self.problem.C, -1.0):
+            g[:, self.burn_in] = value
+            chain = chain_of(optimizer)
+            factors = chain.net_update_factors(chain.advance(g).step_size)
+            k.append(factors[:, self.burn_in] / chain.lr)
+        return {
+            "coupled_share": float((k[0] < k[1]).mean()),
+            "coupled_gap": np.abs(k[1] - k[0]).max(),
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        return dict(self.row)
+
+
+def reach(chain: Chain) -> int:
+    """How many steps a gradient stays in m."""
+    return max(len(chain.first.b), forgotten(-chain.first.a[-1]) if len(chain.first.a) > 1 else 1)
+
+
+def correlation(x: Array, y: Array) -> float:
+    """Spearman's rank correlation; 0 for a y that does not vary."""
+    return float(spearmanr(x, y).statistic) if np.ptp(y) > 1e-9 * np.abs(y).max() else 0.0

@@ -1,0 +1,51 @@
+"""One training run, or a sweep of them with -m.
+
+python run.py experiment=counterexample_stochastic optimizer=adashift
+python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift seed=range(0,4)
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from experiments.config import ConfigError, one_line_errors, resolve
+from experiments.execute import execute
+from experiments.runs import Run
+
+WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    with clean_exit():
+        run = Run(resolve(cfg, HydraConfig.get().runtime.choices))
+        if run.done and not run.config.force:
+            print(f"{run.status} already, nothing to do (force=true trains again): {run.folder}")
+            return
+        print(f"{run.config.scale} scale, {run.config.steps:,} steps: {run.folder}", flush=True)
+        print(execute(run))
+
+
+@contextmanager
+def clean_exit() -> Iterator[None]:
+    """One line instead of a traceback for what the user can mend."""
+    try:
+        with one_line_errors():
+            yield
+    except ConfigError as error:
+        if WANTS_TRACEBACK:
+            raise
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command starts the run again")
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        main()

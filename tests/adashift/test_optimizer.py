@@ -1,0 +1,447 @@
+import copy
+import doctest
+import math
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from adashift import AdaShift, optimizer, reference
+from adashift.optimizer import window_weights
+from adashift.reference import AdaShiftReference
+
+PHIS = ["max", "mean", "none"]
+
+
+def stream(length, shape=(2, 3), seed=0, dtype=torch.float64):
+    """Gradients whose size changes from step to step, so that a wrong lag shows."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randn(length, *shape, generator=generator, dtype=dtype)
+    scale = torch.rand(length, generator=generator, dtype=dtype) * 3
+    return list(g * scale.exp().view(-1, *[1] * len(shape)))
+
+
+def parameter(like, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.Parameter(torch.randn(like.shape, generator=generator).to(like.dtype))
+
+
+def feed(opt, p, g):
+    p.grad = g.clone()
+    opt.step()
+    return p.detach().clone()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("module", [optimizer, reference])
+def test_doctests(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+# --- the algorithm
+
+
+def test_small_example_worked_by_hand():
+    # n = m = 2, β1 = 1/2: weights 2/3, 1/3. β2 = 3/4. eps = 1 shows that it is outside the root.
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    opt = AdaShift([p], lr=1.0, betas=(0.5, 0.75), eps=1.0, n=2, phi="max")
+    g = [torch.tensor(x, dtype=torch.float64) for x in ([3, -4], [1, 2], [6, 0], [0, 3])]
+    theta = [feed(opt, p, x) for x in g]
+    assert not theta[0].any() and not theta[1].any()
+    # t = 3: m = (2/3)(6, 0) + (1/3)(1, 2) = (13/3, 2/3); v = 16/4 = 4; v/(1 - 3/4) = 16.
+    theta_3 = [-13 / 3 / (4 + 1), -2 / 3 / (4 + 1)]
+    close(theta[2], torch.tensor(theta_3, dtype=torch.float64))
+    # t = 4: m = (2/3)(0, 3) + (1/3)(6, 0) = (2, 2); v = 4·3/4 + 4/4 = 4; v/(1 - 9/16) = 64/7.
+    step = 2 / (8 / math.sqrt(7) + 1)
+    close(theta[3], torch.tensor([x - step for x in theta_3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_follows_the_reference(n, phi, beta1):
+    gradients = stream(5 * n + 5)  # every t: also 1, n-1, n, n+1 and 5n
+    for m in range(1, n + 1):
+        p = parameter(gradients[0])
+        options = dict(lr=0.1, betas=(beta1, 0.99), n=n, m=m, phi=phi)
+        opt, oracle = AdaShift([p], **options), AdaShiftReference(p, **options)
+        for g in gradients:
+            close(feed(opt, p, g), oracle.step(g))
+
+
+def test_defaults_are_those_of_the_reference():
+    gradients = stream(25)
+    p = parameter(gradients[0])
+    opt, oracle = AdaShift([p]), AdaShiftReference(p)
+    for g in gradients:
+        close(feed(opt, p, g), oracle.step(g))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_first_motion_is_at_step_n_plus_1(n):
+    gradients = stream(n + 1)
+    p = parameter(gradients[0])
+    opt, start = AdaShift([p], n=n), p.detach().clone()
+    for g in gradients[:n]:
+        assert torch.equal(feed(opt, p, g), start)
+    assert (feed(opt, p, gradients[n]) != start).all()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_v_does_not_see_the_newest_n_gradients(n):
+    def last_v(gradients):
+        p = parameter(gradients[0])
+        opt = AdaShift([p], n=n)
+        for g in gradients:
+            feed(opt, p, g)
+        return opt.state[p]["v"]
+
+    past, one, other = stream(8), stream(n, seed=2), stream(n, seed=3)
+    assert last_v(past + one) == last_v(past + other)
+    assert last_v(past + one) != last_v(past[:-1] + one[:1] + one)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("m", [1, 2, 10])
+def test_window_weights_sum_to_one_and_decay_by_beta1(beta1, m):
+    weights = window_weights(beta1, m)
+    assert len(weights) == m
+    assert sum(weights) == pytest.approx(1)
+    assert weights[0] > 0
+    for newer, older in pairwise(weights):
+        assert older == pytest.approx(beta1 * newer)
+
+
+def test_function_phi_works_per_row():
+    gradients = stream(12)
+    p = parameter(gradients[0])
+    rows = [torch.nn.Parameter(row.clone()) for row in p.detach()]
+    opt = AdaShift([p], n=2, phi=lambda x: x.amax(1, keepdim=True))
+    row_opts = [AdaShift([row], n=2, phi="max") for row in rows]
+    for g in gradients:
+        moved = feed(opt, p, g)
+        by_row = [feed(o, row, x) for o, row, x in zip(row_opts, rows, g, strict=True)]
+        close(moved, torch.stack(by_row))
+
+
+# --- zero, infinite and missing gradients
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("phi", PHIS)
+def test_no_leap_after_zero_gradients(phi, eps):
+    n, lr = 3, 0.01
+    p = parameter(torch.zeros(4, dtype=torch.float64))
+    opt = AdaShift([p], lr=lr, n=n, phi=phi, eps=eps)
+    theta = [p.detach().clone()]
+    for t in range(1, 20):
+        theta.append(feed(opt, p, torch.full((4,), float(t > 8), dtype=torch.float64)))
+    steps = torch.stack(theta).diff(dim=0).abs()
+    assert not steps[: 8 + n].any()  # v sees the first non-zero gradient, g_9, at t = 9 + n
+    assert (steps[8 + n :] > 0).all()
+    assert steps.max() < 10 * lr
+
+
+def test_gate_is_per_element_without_phi_and_per_block_with_it():
+    gradients = [torch.tensor([0.0, 1.0])] * 4 + [torch.tensor([1.0, 1.0])]
+    moved = {}
+    for phi in PHIS:
+        p = torch.nn.Parameter(torch.zeros(2))
+        opt = AdaShift([p], n=2, phi=phi)
+        for g in gradients:
+            feed(opt, p, g)
+        moved[phi] = (p != 0).tolist()
+    assert moved == {"max": [True, True], "mean": [True, True], "none": [False, True]}
+
+
+def test_gate_follows_the_reference():
+    gradients = [g * (t % 5 > 2) for t, g in enumerate(stream(30))]
+    for phi in PHIS:
+        p = parameter(gradients[0])
+        opt, oracle = AdaShift([p], n=2, phi=phi), AdaShiftReference(p, n=2, phi=phi)
+        for g in gradients:
+            close(feed(opt, p, g), oracle.step(g))
+
+
+def test_gate_does_not_hide_nan():
+    p = torch.nn.Parameter(torch.zeros(1))
+    opt = AdaShift([p], n=2, m=1)
+    for g in (math.nan, 1.0, 1.0):
+        feed(opt, p, torch.tensor([g]))
+    assert p.isnan().all()
+
+
+@pytest.mark.parametrize("options", [dict(betas=(0.0, 0.999)), dict(m=1)])
+def test_gradients_of_no_weight_leave_no_trace_in_m(options):
+    p = torch.nn.Parameter(torch.zeros(1))
+    opt = AdaShift([p], lr=0.1, n=3, **options)
+    for g in (1.0, 1.0, math.inf, 1.0):
+        feed(opt, p, torch.tensor([g]))
+    assert p.item() == pytest.approx(-0.1)  # m_4 = g_4 = 1, v from g_1 = 1
+
+
+def test_each_parameter_has_its_own_clock():
+    n, gradients = 3, stream(40)
+    early, late = parameter(gradients[0], seed=1), parameter(gradients[0], seed=2)
+    opt = AdaShift([early, late], n=n)
+    oracles = [AdaShiftReference(p, n=n) for p in (early, late)]
+    for t, g in enumerate(gradients, start=1):
+        late_has_gradient = t > 12 and t % 4 != 0
+        early.grad, late.grad = g.clone(), 2 * g if late_has_gradient else None
+        opt.step()
+        close(early.detach(), oracles[0].step(g))
+        if late_has_gradient:
+            oracles[1].step(2 * g)
+        close(late.detach(), oracles[1].theta)
+    assert opt.state[late]["step"] < opt.state[early]["step"] == 40
+
+
+def test_zero_dimensional_and_empty_parameters():
+    scalar, empty = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.zeros(0, 3))
+    opt = AdaShift([scalar, empty], lr=0.1, n=1)
+    for _ in range(2):
+        scalar.grad, empty.grad = torch.tensor(2.0), torch.zeros(0, 3)
+        opt.step()
+    assert scalar.item() == pytest.approx(0.9)
+
+
+# --- groups, schedules and the loop around it
+
+
+def test_groups_differ_in_every_option():
+    gradients = stream(30)
+    options = [
+        dict(lr=0.1, betas=(0.9, 0.99), eps=1e-3, n=2, m=1, phi="mean"),
+        dict(lr=0.2, betas=(1.0, 0.9), eps=1e-8, n=5, m=3, phi="none"),
+        dict(),
+    ]
+    params = [parameter(gradients[0], seed) for seed in range(3)]
+    opt = AdaShift([{"params": [p], **o} for p, o in zip(params, options, strict=True)], n=3)
+    oracles = [AdaShiftReference(p, **{"n": 3, **o}) for p, o in zip(params, options, strict=True)]
+    for g in gradients:
+        for p in params:
+            p.grad = g.clone()
+        opt.step()
+        for p, oracle in zip(params, oracles, strict=True):
+            close(p.detach(), oracle.step(g))
+
+
+def test_window_is_exact_when_schedulers_change_lr_and_beta1():
+    gradients = stream(30)
+    p = parameter(gradients[0])
+    opt = AdaShift([p], n=4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=40)
+    oracle = AdaShiftReference(p, n=4)
+    seen = set()
+    for g in gradients:
+        oracle.alpha, (oracle.beta1, _) = opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]
+        seen.add(oracle.beta1)
+        close(feed(opt, p, g), oracle.step(g))
+        schedule.step()
+    assert len(seen) > 20
+
+
+def test_tensor_lr_equals_float_lr():
+    gradients = stream(8)
+    a, b = parameter(gradients[0]), parameter(gradients[0])
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    one, other = AdaShift([a], lr=lr, n=2), AdaShift([b], lr=0.1, n=2)
+    for g in gradients:
+        assert torch.equal(feed(one, a, g), feed(other, b, g))
+    assert not torch.equal(a, parameter(gradients[0]))
+
+
+def test_one_gradient_buffer_may_be_reused_and_is_not_changed():
+    gradients = stream(10)
+    p = parameter(gradients[0])
+    opt, oracle = AdaShift([p], n=3), AdaShiftReference(p, n=3)
+    p.grad = torch.zeros_like(p)
+    for g in gradients:
+        p.grad.copy_(g)
+        opt.step()
+        assert torch.equal(p.grad, g)
+        close(p.detach(), oracle.step(g))
+
+
+def test_closure_is_called_once_with_gradients_on():
+    p = torch.nn.Parameter(torch.tensor([1.0]))
+    opt = AdaShift([p], lr=0.1, n=1)
+    losses = []
+
+    def closure():
+        opt.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    assert [opt.step(closure).item() for _ in range(3)] == losses
+    assert losses[0] == losses[1] == 1 > losses[2]
+
+
+def test_minimises_a_badly_scaled_quadratic():
+    weak = torch.nn.Parameter(torch.full((2,), 5.0))
+    strong = torch.nn.Parameter(torch.full((2,), 5.0))
+    opt = AdaShift([weak, strong], lr=0.05, n=3)
+    for _ in range(400):
+        opt.zero_grad()
+        (1e-3 * weak**2 + 1e3 * strong**2).sum().backward()
+        opt.step()
+    assert max(weak.abs().max(), strong.abs().max()) < 0.1
+
+
+# --- checkpoints and copies
+
+
+def ready(gradients, dtype, **options):
+    p = parameter(gradients[0].to(dtype))
+    return p, AdaShift([p], lr=0.1, **options)
+
+
+def same_state(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert type(b[key]) is type(value) and type(value) in (int, torch.Tensor)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == b[key].dtype and torch.equal(value, b[key])
+        else:
+            assert value == b[key]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 3), (4, 2)])
+def test_resumes_bit_exactly_at_every_step(n, m, phi, dtype, tmp_path):
+    gradients = stream(5 * n, dtype=dtype)
+    p, opt = ready(gradients, dtype, n=n, m=m, phi=phi)
+    files = []
+    for t in range(3 * n + 1):
+        files.append(tmp_path / f"{t}.pt")
+        torch.save({"p": p, "opt": opt.state_dict()}, files[-1])
+        feed(opt, p, gradients[t])
+    for g in gradients[3 * n + 1 :]:
+        feed(opt, p, g)
+    for t, file in enumerate(files):
+        saved = torch.load(file, weights_only=True)
+        q, resumed = saved["p"], AdaShift([saved["p"]])
+        resumed.load_state_dict(saved["opt"])
+        for g in gradients[t:]:
+            feed(resumed, q, g)
+        assert torch.equal(p, q)
+        same_state(opt.state[p], resumed.state[q])
+
+
+def test_numpy_options_can_be_saved(tmp_path):
+    options = dict(lr=np.float64(0.1), betas=np.array([0.9, 0.99]), n=np.int64(3), m=np.int64(2))
+    opt = AdaShift([parameter(torch.zeros(2))], **options)
+    torch.save(opt.state_dict(), tmp_path / "opt.pt")
+    group = torch.load(tmp_path / "opt.pt", weights_only=True)["param_groups"][0]
+    assert (group["lr"], group["betas"], group["n"], group["m"]) == (0.1, (0.9, 0.99), 3, 2)
+
+
+def test_loading_a_live_state_dict_does_not_tie_two_optimizers():
+    gradients = stream(20)
+    (p, opt), (q, other) = (ready(gradients, torch.float64, n=3) for _ in range(2))
+    oracle = AdaShiftReference(p, lr=0.1, n=3)
+    for g in gradients[:8]:
+        feed(opt, p, g)
+        oracle.step(g)
+    other.load_state_dict(opt.state_dict())
+    for g in gradients[8:]:
+        feed(other, q, -7 * g)
+        close(feed(opt, p, g), oracle.step(g))
+
+
+@pytest.mark.parametrize("t", [0, 2, 3, 7])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on_alike_and_apart(clone, t):
+    gradients = stream(20)
+    p, opt = ready(gradients, torch.float64, n=3, m=2, phi="none")
+    for g in gradients[:t]:
+        feed(opt, p, g)
+    q, twin = clone((p, opt))
+    assert repr(twin) == repr(opt)
+    assert q is twin.param_groups[0]["params"][0]
+    ours = [feed(opt, p, g) for g in gradients[t:]]
+    theirs = [feed(twin, q, g) for g in gradients[t:]]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], ours[-1])
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(lr=-1.0), r"lr is -1\.0; it must be in \[0, inf\), usually 0\.01"),
+        (dict(lr=math.nan), r"lr is nan"),
+        (dict(lr=math.inf), r"lr is inf"),
+        (dict(lr="1e-3"), r"lr is '1e-3'; it must be in \[0, inf\)"),
+        (dict(eps=-1e-8), r"eps is -1e-08; it must be in \[0, inf\), usually 1e-08"),
+        (dict(betas=(1.1, 0.9)), r"betas\[0\] is 1\.1; it must be in \[0, 1\], usually 0\.9"),
+        (dict(betas=(-0.1, 0.9)), r"betas\[0\] is -0\.1"),
+        (dict(betas=(0.9, 1.0)), r"betas\[1\] is 1\.0; it must be in \[0, 1\), usually 0\.999"),
+        (dict(betas=(0.9, -0.1)), r"betas\[1\] is -0\.1"),
+        (dict(betas=0.9), r"betas is 0\.9; give two numbers"),
+        (dict(betas=(0.9, 0.99, 0.999)), r"betas is \(0\.9, 0\.99, 0\.999\); give two numbers"),
+        (dict(n=0), r"n is 0; it must be a whole number, 1 <= n: .*n=10"),
+        (dict(n=2.5), r"n is 2\.5"),
+        (dict(n=None), r"n is None"),
+        (dict(n=3, m=4), r"m is 4; it must be a whole number, 1 <= m <= 3: m=None means n=3"),
+        (dict(m=0), r"m is 0"),
+        (dict(m=1.0), r"m is 1\.0"),
+        (dict(phi="median"), r"phi is 'median'; use one of max, mean, none"),
+    ],
+)
+def test_bad_options_are_refused_in_constructor_and_groups(options, message):
+    p = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=message):
+        AdaShift([p], **options)
+    opt = AdaShift([p])
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], **options})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "keep_num", "reduce_func"])
+def test_unknown_arguments_are_refused(name):
+    with pytest.raises(TypeError, match=name):
+        AdaShift([torch.nn.Parameter(torch.zeros(1))], **{name: 1})
+
+
+def test_betas_become_a_tuple():
+    p, q = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    opt = AdaShift([p], betas=[0, 0.5])
+    opt.add_param_group({"params": [q], "betas": [1, 0]})
+    assert opt.defaults["betas"] == (0.0, 0.5)
+    assert [group["betas"] for group in opt.param_groups] == [(0.0, 0.5), (1.0, 0.0)]
+
+
+def test_sparse_gradients_are_refused():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"sparse_coo; AdaShift needs dense.*sparse=False"):
+        AdaShift(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_types_that_would_lose_v_are_refused(dtype):
+    p = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    with pytest.raises(RuntimeError, match=f"{dtype}; AdaShift .* needs float32 or float64"):
+        feed(AdaShift([p]), p, torch.ones(2, dtype=dtype))
+
+
+def test_changing_n_in_mid_training_is_refused():
+    gradients = stream(5)
+    p, opt = ready(gradients, torch.float64, n=3)
+    feed(opt, p, gradients[0])
+    opt.param_groups[0]["n"] = 2
+    with pytest.raises(RuntimeError, match="n was changed from 3 to 2"):
+        feed(opt, p, gradients[1])

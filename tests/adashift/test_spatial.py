@@ -1,0 +1,57 @@
+import doctest
+
+import pytest
+import torch
+
+from adashift import spatial
+from adashift.spatial import get_phi, zero_v
+
+X = torch.tensor([[1.0, 4.0], [9.0, 2.0]])
+
+
+def rows(x):
+    return x.amax(1, keepdim=True)
+
+
+def test_doctests():
+    result = doctest.testmod(spatial)
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("phi", "expected"), [("max", torch.tensor(9.0)), ("mean", torch.tensor(4.0)), ("none", X)]
+)
+def test_named_functions(phi, expected):
+    assert torch.equal(get_phi(phi)(X), expected)
+
+
+def test_a_function_is_its_own_phi():
+    assert get_phi(rows) is rows
+
+
+@pytest.mark.parametrize("phi", ["maximum", "", None, 3])
+def test_unknown_names_are_refused_with_the_choice(phi):
+    with pytest.raises(ValueError, match="max, mean, none or a function") as error:
+        get_phi(phi)
+    assert repr(phi) in str(error.value)
+
+
+@pytest.mark.parametrize(("phi", "shape"), [("max", ()), ("none", (2, 2)), (rows, (2, 1))])
+def test_zero_v_has_the_shape_of_phi(phi, shape):
+    v = zero_v(phi, X.double())
+    assert torch.equal(v, torch.zeros(shape, dtype=torch.float64))
+    assert v.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "phi",
+    [
+        lambda x: x.max(1),  # a named tuple, not a tensor
+        lambda x: x.flatten(),
+        lambda x: x.expand(5, 2, 2),
+        lambda x: 1.0,
+    ],
+)
+def test_a_result_that_does_not_fit_is_refused(phi):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\).*broadcast.*keepdim=True"):
+        zero_v(phi, X)

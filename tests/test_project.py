@@ -1,0 +1,214 @@
+"""The project around the code: make targets, lock files, image, and what the package imports."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCKS = ["requirements.lock", "requirements-cluster.lock"]
+FILES = [
+    *LOCKS,
+    *("pyproject.toml", "Makefile", "Dockerfile", ".ci/run", "LICENSE"),
+    *(".dockerignore", ".gitignore", ".gitattributes"),
+]
+
+
+def text_of(name):
+    return (ROOT / name).read_text()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run make on an environment that looks installed, without the outer make's variables."""
+    stamp = tmp_path / ".installed"
+    stamp.touch()
+    newest = max((ROOT / f).stat().st_mtime for f in ("requirements.lock", "pyproject.toml"))
+    os.utime(stamp, (newest + 1, newest + 1))
+    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "TESTS", "PYTHON")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+
+    def run(*arguments):
+        command = ["make", f"VENV={tmp_path}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+
+    return run
+
+
+def pins(name):
+    """The requirements of a lock file: (name, specifier, marker), hashes and comments dropped."""
+    lines = [line for line in text_of(name).splitlines() if not line.startswith("#")]
+    return [Requirement(line.rstrip(" \\")) for line in lines if line and not line[0].isspace()]
+
+
+def wanted(extra):
+    """The requirements of an extra, with those of the extras of this package that it includes."""
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        if requirement.name == PROJECT["name"]:
+            for inner in requirement.extras:
+                yield from wanted(inner)
+        else:
+            yield requirement
+
+
+# make
+
+
+def user_targets():
+    """Every phony target: those are what a user can ask for."""
+    text = text_of("Makefile")
+    names = re.search(r"^\.PHONY:((?:.*\\\n)*.*)", text, re.MULTILINE)[1].replace("\\", " ").split()
+    several = {"$(FIGURES)": "figure-1 … figure-24", "$(TABLES)": "table-1 … table-9"}
+    return [several.get(name, name) for name in names if name not in ("FORCE", "help")]
+
+
+def test_help_lists_every_target_on_one_line(make):
+    lines = make("help").stdout.splitlines()
+    for target in user_targets():
+        assert len([line for line in lines if re.match(rf"  {target}  +\w", line)]) == 1, target
+
+
+def test_every_rule_is_phony_and_so_in_help():
+    text = text_of("Makefile")
+    rules = set(re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE))
+    assert {name for rule in rules for name in rule.split()} - {"help"} <= set(user_targets())
+
+
+def test_help_is_the_default_and_needs_no_environment(make, tmp_path):
+    (tmp_path / ".installed").unlink()
+    assert make().stdout == make("help").stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        ("figure-1", "figure 1 scale=auto"),
+        ("figure-24", "figure 24 scale=auto"),
+        ("table-9", "table 9 scale=auto"),
+        ("figures", "figure all scale=auto"),
+        ("tables", "table all scale=auto"),
+        ("theory", "theory scale=auto"),
+        ("claims", "claims scale=auto"),
+        ("status", "status scale=auto"),
+    ],
+)
+def test_target_runs_its_command(make, tmp_path, target, arguments):
+    assert make("-n", target).stdout.strip() == f"{tmp_path}/bin/python -m experiments {arguments}"
+
+
+def test_scale_and_arguments_are_passed_on(make):
+    commands = make("-n", "figure-8", "SCALE=smoke", "ARGS=seed=3 tracking=off").stdout
+    assert commands.strip().endswith("figure 8 scale=smoke seed=3 tracking=off")
+
+
+@pytest.mark.parametrize("target", ["figure-0", "figure-25", "figure-99", "figure-01", "table-10"])
+@pytest.mark.parametrize("flags", [[], ["-n"]])
+def test_a_number_that_the_paper_lacks_is_refused_in_one_line(make, target, flags):
+    answer = make(*flags, target)
+    assert answer.returncode != 0
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1
+    assert f"{target} is none of them" in answer.stderr
+
+
+def test_an_old_python_is_refused_and_leaves_no_stamp(make, tmp_path):
+    (tmp_path / ".installed").unlink()
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")  # what an old Python answers to the version check
+    old.chmod(0o755)
+    answer = make("figure-1", f"PYTHON={old}")
+    assert answer.returncode != 0
+    assert "install Python 3.11 or newer" in answer.stderr
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_a_failed_install_leaves_no_stamp(make, tmp_path):
+    """The stamp is older than the lock, and the Python that passes the check cannot install."""
+    os.utime(tmp_path / ".installed", (0, 0))
+    broken = tmp_path / "python"
+    broken.write_text('#!/bin/sh\n[ "$1" = -c ]\n')
+    broken.chmod(0o755)
+    assert make("setup", f"PYTHON={broken}").returncode != 0
+    assert not (tmp_path / ".installed").exists()
+
+
+# lock files
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_has_one_exact_version_and_a_hash_for_everything(name):
+    assert len(pins(name)) > 50
+    for pin in pins(name):
+        assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), pin
+        first_hash = rf"^{pin.name}==.*\\\n +--hash=sha256:[0-9a-f]{{64}}"
+        assert re.search(first_hash, text_of(name), re.MULTILINE), pin
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [("requirements.lock", ["experiments", "dev"]), ("requirements-cluster.lock", ["cluster"])],
+)
+def test_lock_holds_every_dependency_in_a_version_that_it_allows(name, extras):
+    locked = pins(name)
+    for requirement in [r for extra in extras for r in wanted(extra)]:
+        found = [p for p in locked if p.name == canonicalize_name(requirement.name)]
+        assert found, f"{requirement} is not in {name}: make lock"
+        for pin in found:
+            version = str(pin.specifier).removeprefix("==")
+            assert requirement.specifier.contains(version, prereleases=True), (requirement, pin)
+
+
+def test_locks_agree_where_they_overlap():
+    first, cluster = ({(p.name, str(p.marker)): str(p.specifier) for p in pins(f)} for f in LOCKS)
+    assert {k: cluster[k] for k in first.keys() & cluster.keys()} == {
+        k: first[k] for k in first.keys() & cluster.keys()
+    }
+
+
+def test_torch_and_torchvision_are_the_matching_pair():
+    pair = ["torch==2.15.0", "torchvision==0.29.2"]
+    assert [str(p) for p in pins("requirements.lock") if p.name.startswith("torch")] == pair
+    assert set(pair) <= set(PROJECT["optional-dependencies"]["experiments"])
+
+
+def test_the_package_alone_needs_torch_alone():
+    assert [Requirement(r).name for r in PROJECT["dependencies"]] == ["torch"]
+
+
+# files
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_address_stands_in_the_file(name):
+    """An index, a mirror or a folder of one machine must not decide what others install."""
+    assert not re.findall(r"\w+://\S*|/(?:root|Users|work)/\S*", text_of(name))
+    if name in LOCKS:
+        assert not re.findall(r"^-.*", text_of(name), re.MULTILINE)
+
+
+def test_cpu_image_drops_cuda_and_nothing_else_from_the_lock():
+    program = re.search(r"awk '(/\^\[a-z0-9\]/.*?)' requirements.lock >", text_of("Dockerfile"))[1]
+    command = ["awk", program, str(ROOT / "requirements.lock")]
+    kept = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split("==")[0] for line in kept.splitlines() if line[0].isalnum()}
+    dropped = {pin.name for pin in pins("requirements.lock")} - names
+    assert {"torch", "torchvision", "triton", "nvidia-cublas", "cuda-toolkit"} <= dropped
+    assert all(re.match(r"torch|triton|nvidia-|cuda-", name) for name in dropped)
+    hashes = kept.count("--hash")
+    assert 0 < hashes < text_of("requirements.lock").count("--hash")
+
+
+def test_importing_the_package_imports_no_experiment_tools():
+    code = "import sys, adashift; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    tools = {"hydra", "omegaconf", "wandb", "matplotlib", "pandas", "pydantic", "experiments"}
+    assert not tools & set(answer.stdout.split())
