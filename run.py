@@ -25,11 +25,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 def main(cfg: DictConfig) -> None:
     with clean_exit():
         run = Run(resolve(cfg, HydraConfig.get().runtime.choices))
-        if run.done and not run.config.force:
-            print(f"{run.status} already, nothing to do (force=true trains again): {run.folder}")
-            return
-        print(f"{run.config.scale} scale, {run.config.steps:,} steps: {run.folder}", flush=True)
-        print(execute(run))
+        print(execute(run, announce=print))
 
 
 @contextmanager

@@ -117,9 +117,10 @@ def weigh(relation: str, low: float, high: float, margin: float) -> str:
 
 def judge(claim: Claim, groups: Groups) -> dict[str, str]:
     """A row of claims.csv."""
+    about = row(claim, groups)
     outcomes = [judge_part(claim, part, groups) for part in claim.parts]
     verdict = min((o.verdict for o in outcomes), key=WORST_FIRST.index)
-    return row(claim, groups) | {
+    return about | {
         "verdict": verdict,
         "numbers": "; ".join(map(str, outcomes)),
         "seeds": str(max(o.n for o in outcomes)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib
 import inspect
 import json
 import os
@@ -26,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, Val
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-SCALES = ("paper", "laptop", "smoke")
+GUESSABLE = ("experiment", "optimizer", "tracking")
 
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {"seed", "device", "tracking", "results", "force", "cpu_scale"}
@@ -162,7 +163,7 @@ def check_ranges(optimizer: dict[str, Any]) -> None:
         except TypeError:
             good = False
         if not good:
-            raise ConfigError(f"optimizer.{name}={shown(value)} is out of range: give {wanted}")
+            raise ConfigError(f"optimizer.{name}={shown(value)} is refused: give {wanted}")
 
 
 def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
@@ -176,11 +177,8 @@ def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
 
 def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The node with every argument in the type that its `_target_` asks for, or a refusal."""
-    try:
-        target = hydra.utils.get_object(node["_target_"])
-        parameters = inspect.signature(target).parameters
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}._target_={node.get('_target_')}: {last_line(error)}") from error
+    target = find(node["_target_"], key)
+    parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints, checked = type_hints(target), dict(node)
     for name, value in node.items():
@@ -196,6 +194,15 @@ def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[st
         else:
             checked[name] = as_type(f"{key}.{name}", value, hints.get(name, Any))
     return checked
+
+
+def find(path: str, key: str) -> Any:
+    """The class or function with a dotted name."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}._target_={path} cannot be imported: {error}") from error
 
 
 def type_hints(target: Any) -> dict[str, Any]:
@@ -236,14 +243,11 @@ def explain(text: str) -> str:
     if unknown_choice:
         group, choice = unknown_choice.groups()
         return f"{group}={choice} is unknown: choose one of {', '.join(choices_of(group))}"
-    no_choice = re.search(r"You must specify '([\w-]+)'", text)
-    if no_choice:
-        group = no_choice.group(1)
-        return f"{group} is not chosen: add {group}=… with one of {', '.join(choices_of(group))}"
     unknown_key = re.search(r"Could not override '([^']+)'", text)
     if unknown_key:
         return f"{unknown_key.group(1)} is an unknown key{guess(unknown_key.group(1))}"
-    return " ".join(text.split("\n\n")[0].split())
+    line = " ".join(text.split("\n")[0].split())
+    return f"cannot read an argument: {line}" if "override_grammar" in text else line
 
 
 def choices_of(group: str) -> list[str]:
@@ -251,13 +255,13 @@ def choices_of(group: str) -> list[str]:
 
 
 def known_keys() -> str:
-    return ", ".join(sorted(Config.model_fields))
+    return ", ".join(sorted(Config.model_fields.keys() - {"optimizer_name"}))
 
 
 def guess(key: str) -> str:
     """A near miss among the names that appear in conf/."""
     names = set(Config.model_fields)
-    for path in CONF.rglob("*.yaml"):
+    for path in (p for group in GUESSABLE for p in (CONF / group).glob("*.yaml")):
         names.update(re.findall(r"^\s*(?:- )?([A-Za-z]\w*):", path.read_text(), re.MULTILINE))
     near = difflib.get_close_matches(key.split(".")[-1], names, n=1)
     return f": did you mean {near[0]}?" if near else f"; known at the top are {known_keys()}"

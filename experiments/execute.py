@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,15 +15,17 @@ from experiments.runs import Run, figures_using
 from experiments.task import Task
 
 
-def execute(run: Run) -> str:
+def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> str:
     """Train the run unless it is there already; return how it ended."""
     config = run.config
     if run.done and not config.force:
+        announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
         return run.status
     # Everything that can be refused is built before the first file is written.
     device = pick_device(config.device)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
+    announce(f"{config.scale} scale, {config.steps:,} steps: {shown(run.folder)}")
     with Record(run.folder, config, run.command(), figures_using(run)) as record:
         record.status = train(
             task,
@@ -33,6 +36,11 @@ def execute(run: Run) -> str:
             title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
         )
     return record.status
+
+
+def shown(path: Path) -> str:
+    """As one would type it here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:

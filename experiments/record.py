@@ -101,7 +101,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """metrics.csv with a row per step and a column per metric."""
-    long = pd.read_csv(folder / METRICS, float_precision="round_trip")
+    long = pd.read_csv(folder / METRICS)
     wide = long.pivot(index="step", columns="metric", values="value")
     return wide.reset_index().rename_axis(columns=None)
 

@@ -18,6 +18,7 @@ from experiments import record
 from experiments.config import CONF, Config, ConfigError, compose, one_line_errors
 
 FINAL = ("finished", "diverged")
+NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Run:
             plain = leaves(cached_config(names).identity())
         except ConfigError:  # no tuned values for this pair, so all of them were given by hand
             plain = {}
-        changed = {k: v for k, v in leaves(c.identity()).items() if plain.get(k, ...) != v}
+        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
+        changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
         given = [f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in changed.items()]
         return shlex.join(["python", "run.py", *names, *given, f"seed={c.seed}"])
 

@@ -1,0 +1,159 @@
+"""Claims: the interval, the verdict, and what becomes of verdicts when runs are not at hand."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments import claims, statistics
+from experiments.claims import Claim, Part, interval, judge, judge_spec, weigh
+from experiments.config import ConfigError
+from experiments.runs import Spec
+
+
+@dataclass
+class FakeRun:
+    """A finished run whose metric ends at a value."""
+
+    value: float
+    seed: int = 0
+    done: bool = True
+    folder: str = "somewhere"
+    config: SimpleNamespace = field(init=False)
+
+    def __post_init__(self):
+        self.config = SimpleNamespace(seed=self.seed, scale="paper", digest=lambda: f"{self.value}")
+
+    def metrics(self):
+        return pd.DataFrame({"step": [1, 2], "x": [0.0, self.value]})
+
+
+def group(*values):
+    return [FakeRun(v, seed) for seed, v in enumerate(values)]
+
+
+def claim(*parts, **changes):
+    about = {"id": "F1", "place": "here", "text": "so it is", "metric": "x"}
+    return Claim(**(about | changes), parts=[Part(**p) for p in parts])
+
+
+def verdict(relation, left, right, margin=0.0):
+    part = {"left": "a", "relation": relation, "right": "b", "margin": margin}
+    return judge(claim(part), {"a": group(*left), "b": group(*right)})["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("relation", "left", "expected"),
+    [
+        ("below", [-3, -2, -2.5], "holds"),
+        ("below", [3, 2, 2.5], "fails"),
+        ("below", [-3, 2, 0.5], "inconclusive"),
+        ("above", [3, 2, 2.5], "holds"),
+        ("above", [-3, -2, -2.5], "fails"),
+        ("above", [-3, 2, 0.5], "inconclusive"),
+        ("near", [0.01, -0.01, 0.0], "holds"),
+        ("near", [3, 2, 2.5], "fails"),
+        ("near", [0.05, 0.15, 0.1], "inconclusive"),
+        ("below", [np.nan, -1, -1], "inconclusive"),
+    ],
+)
+def test_verdicts_over_seeds(relation, left, expected):
+    assert verdict(relation, left, [0, 0, 0], margin=0.1 if relation == "near" else 0) == expected
+
+
+def test_a_margin_must_be_passed_by_the_whole_interval():
+    assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=0.5) == "holds"
+    assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=1.0) == "inconclusive"
+    assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=2.0) == "fails"
+
+
+def test_seeds_are_compared_in_pairs():
+    """Large differences between seeds do not hide a small one within each of them."""
+    noise = np.array([-50.0, 3.0, 70.0])
+    assert verdict("below", noise - 1, noise) == "holds"
+
+
+def test_a_run_without_randomness_is_judged_by_its_one_value():
+    assert weigh("below", -1e-9, -1e-9, 0) == "holds"
+    assert weigh("below", 0.0, 0.0, 0) == "fails"
+    assert weigh("near", 0.0, 0.0, 0) == "holds"
+
+
+def test_the_interval_is_students():
+    low, high = interval(np.array([1.0, 2.0, 3.0]))
+    assert (low, high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
+    assert interval(np.array([2.0])) == (2.0, 2.0)
+
+
+def test_a_claim_is_as_good_as_its_worst_part():
+    groups = {"a": group(-1, -1.1), "b": group(1, 1.1)}
+    good, bad = ({"left": name, "relation": "below"} for name in "ab")
+    assert judge(claim(good), groups)["verdict"] == "holds"
+    row = judge(claim(good, bad), groups)
+    assert row["verdict"] == "fails"
+    assert row["numbers"].count(";") == 1 and row["seeds"] == "2"
+
+
+def test_unknown_names_are_refused():
+    groups = {"a": group(1)}
+    with pytest.raises(ConfigError, match="compares nobody"):
+        judge(claim({"left": "a", "relation": "below", "right": "nobody"}), groups)
+    with pytest.raises(ConfigError, match="nosuch"):
+        judge(claim({"left": "a", "relation": "below"}, statistic="nosuch"), groups)
+    with pytest.raises(ConfigError, match="of y"):
+        judge(claim({"left": "a", "relation": "below"}, metric="y"), groups)
+
+
+def spec(text="so it is"):
+    about = {"id": "F1", "place": "here", "text": text, "metric": "x"}
+    return Spec(
+        title="t",
+        seeds=1,
+        runs={},
+        claims=[about | {"parts": [{"left": "a", "relation": "below"}]}],
+    )
+
+
+def test_a_verdict_stands_where_the_runs_are_not_and_falls_when_the_claim_changes():
+    there, away = {"a": group(-1)}, {"a": [FakeRun(-1, done=False)]}
+    (judged,) = judge_spec(spec(), there, {})
+    known = {"F1": judged}
+    assert judge_spec(spec(), away, known) == [judged]
+    (changed,) = judge_spec(spec("it is otherwise"), away, known)
+    assert changed["verdict"] == "not run" and changed["numbers"] == ""
+    other = {"a": [FakeRun(-2, done=False)]}
+    assert judge_spec(spec(), other, known)[0]["verdict"] == "not run"
+
+
+def test_verdicts_survive_the_file(tmp_path):
+    rows = judge_spec(spec(), {"a": group(-1)}, {})
+    claims.write_verdicts(rows, tmp_path / "claims")
+    assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
+    page = (tmp_path / "claims.md").read_text()
+    assert "| F1 | here | so it is | **holds** |" in page and "1 claims: 1 holds, 0 inc" in page
+
+
+def grid(values):
+    rows = [(i / 2, j / 2, v) for j, row in enumerate(values) for i, v in enumerate(row)]
+    return pd.DataFrame(rows, columns=["beta1", "beta2", "x"]).assign(step=range(len(rows)))
+
+
+def test_statistics():
+    curve = pd.DataFrame({"step": [1, 2, 3], "x": [3.0, 5.0, np.nan], "exact": [3.0, 4.0, 1.0]})
+    assert statistics.last(curve, "x") == 5 and statistics.mean(curve, "x") == 4
+    assert statistics.largest(curve, "x") == 5 and statistics.smallest(curve, "x") == 3
+    assert statistics.median(curve, "x") == 4
+    assert statistics.trend(curve, "x") == pytest.approx(1)
+    assert statistics.differs_from_exact(curve, "x") == 0.5
+
+
+def test_falls_on_a_grid_are_counted_along_the_right_axis():
+    rising = grid([[1, 2], [3, 4]])
+    assert (
+        statistics.falls_along_beta1(rising, "x") == statistics.falls_along_beta2(rising, "x") == 0
+    )
+    falls_with_beta2 = grid([[4, 5], [1, 5]])
+    assert statistics.falls_along_beta1(falls_with_beta2, "x") == 0
+    assert statistics.falls_along_beta2(falls_with_beta2, "x") == 0.5

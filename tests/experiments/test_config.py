@@ -1,0 +1,169 @@
+"""The typed schema: what is accepted, and the one line that refuses the rest."""
+
+import json
+
+import pytest
+import yaml
+
+from experiments import config as schema
+from experiments.config import CONF, ConfigError, build, compose
+
+PAIR = ["experiment=counterexample_stochastic", "optimizer=adam"]
+EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
+
+
+def test_values_come_from_experiment_optimizer_and_tuned_file():
+    config = compose([*PAIR, "scale=paper"])
+    assert config.experiment == "counterexample_stochastic"
+    assert config.optimizer_name == "adam"
+    assert config.steps == 10_000_000
+    assert config.optimizer["lr"] == 0.001
+    assert config.optimizer["betas"] == [0, 0.999]
+
+
+def test_the_command_line_wins():
+    config = compose([*PAIR, "optimizer.lr=0.5", "steps=7", "seed=3"])
+    assert (config.optimizer["lr"], config.steps, config.seed) == (0.5, 7, 3)
+
+
+def test_tuned_values_do_not_leak_into_the_next_optimizer():
+    compose([*PAIR[:1], "optimizer=adashift"])
+    assert "n" not in compose(PAIR).optimizer
+
+
+@pytest.mark.parametrize(("gpu", "scale"), [(True, "paper"), (False, "paper")])
+def test_auto_scale_of_an_experiment_that_a_cpu_can_do(monkeypatch, gpu, scale):
+    monkeypatch.setattr(schema, "has_gpu", lambda: gpu)
+    assert compose(PAIR).scale == scale
+
+
+def test_auto_scale_asks_the_experiment_when_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(schema, "has_gpu", lambda: False)
+    assert compose([*PAIR, "cpu_scale=laptop"]).scale == "laptop"
+    monkeypatch.setattr(schema, "has_gpu", lambda: True)
+    assert compose([*PAIR, "cpu_scale=laptop"]).scale == "paper"
+
+
+def test_a_hidden_gpu_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(schema.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert schema.has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not schema.has_gpu()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["experiment=nonsense"], ["experiment=nonsense", "counterexample_stochastic"]),
+        (["optimizer=nonsense"], ["optimizer=nonsense", "adashift, amsgrad"]),
+        (["scale=huge"], ["scale=huge", "laptop, paper, smoke"]),
+        (["sede=1"], ["sede", "did you mean seed"]),
+        (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr"]),
+        (["+optimizer_nam=x"], ["optimizer_nam", "known are"]),
+        (["seed=-1"], ["seed=-1", "greater than or equal to 0"]),
+        (["seed=one"], ["seed=one", "integer"]),
+        (["steps=0"], ["steps=0", "greater than 0"]),
+        (["steps=many"], ["steps=many", "integer"]),
+        (["optimizer.betas=[1.2,0.9]"], ["optimizer.betas=[1.2, 0.9]", "two numbers in [0, 1]"]),
+        (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "two numbers"]),
+        (["optimizer.lr=-1"], ["optimizer.lr=-1", "0 or more"]),
+        (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number"]),
+        (["optimizer=adashift", "optimizer.n=0"], ["optimizer.n=0", "1 or more"]),
+        (["device=abacus"], ["device=abacus"]),
+        (["tracking.mode=sometimes"], ["tracking.mode=sometimes", "'offline'"]),
+        (["optimizer.betas=[0.9"], ["cannot read an argument", "[0.9"]),
+        (["experiment=lemma_2", "optimizer=sgd"],
+         ["optimizer.lr has no value", "conf/tuned/lemma_2/sgd.yaml", "pass optimizer.lr=…"]),
+    ],
+)  # fmt: skip
+def test_a_bad_request_is_refused_in_one_line_with_the_key_and_the_cure(overrides, words):
+    groups = {o.split("=")[0] for o in overrides}
+    with pytest.raises(ConfigError) as refusal:
+        compose([p for p in PAIR if p.split("=")[0] not in groups] + overrides)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"_target_": "torch.optim.Adam", "lr": 0.1, "typo": 1}, ["optimizer.typo", "amsgrad"]),
+        ({"_target_": "torch.optim.Adam", "lr": "fast"}, ["optimizer.lr=fast"]),
+        ({"_target_": "torch.optim.NoSuch", "lr": 0.1}, ["torch.optim.NoSuch", "imported"]),
+        ({"_target_": "no.such.Module", "lr": 0.1}, ["no.such.Module", "imported"]),
+    ],
+)
+def test_a_call_is_checked_against_what_it_calls(node, words):
+    with pytest.raises(ConfigError) as refusal:
+        build(node | {"_partial_": True}, "optimizer")
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_nested_calls_are_checked_too():
+    config = compose([*PAIR, "task.problem.C=much"])
+    with pytest.raises(ConfigError, match=r"task\.problem\.C=much"):
+        build(config.task, "task", seed=0, device=None)
+
+
+def test_what_a_class_refuses_is_passed_on():
+    config = compose([*PAIR, "task.problem.delta=200"])
+    with pytest.raises(ConfigError, match="delta is 200"):
+        build(config.task, "task", seed=0, device=None)
+
+
+def test_seed_device_tracking_and_results_are_no_part_of_the_identity():
+    same = compose(
+        [*PAIR, "seed=5", "device=cpu", "tracking=off", "results=/elsewhere", "force=true"]
+    )
+    assert same.digest() == compose(PAIR).digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["optimizer.lr=0.01", "steps=1000", "task.problem.C=50", "scale=smoke", "optimizer.eps=0"],
+)
+def test_every_other_setting_is(change):
+    assert compose([*PAIR, change]).digest() != compose(PAIR).digest()
+
+
+def test_a_whole_number_and_its_float_are_one_setting():
+    digests = {compose([*PAIR, f"optimizer.betas=[{b},0.999]"]).digest() for b in ("0", "0.0")}
+    assert len(digests) == 1
+
+
+def test_digest_is_stable_from_process_to_process():
+    """The folder of a run must be found again tomorrow: the digest hangs on nothing but values."""
+    config = compose(PAIR)
+    text = json.dumps(schema.as_floats(config.identity()), sort_keys=True)
+    assert config.digest() == schema.hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("scale", ["paper", "laptop", "smoke"])
+def test_every_experiment_composes_at_every_scale(experiment, scale):
+    optimizer = next(o for e, o in TUNED if e == experiment)
+    assert (
+        compose([f"experiment={experiment}", f"optimizer={optimizer}", f"scale={scale}"]).steps > 0
+    )
+
+
+def test_every_tuned_value_has_a_source():
+    for path in (CONF / "tuned").glob("*/*.yaml"):
+        lines = [
+            line for line in path.read_text().splitlines() if line and not line.startswith("#")
+        ]
+        assert all("#" in line for line in lines), path
+
+
+def test_every_tuned_file_belongs_to_an_experiment_and_an_optimizer():
+    for experiment, optimizer in TUNED:
+        assert (CONF / "experiment" / f"{experiment}.yaml").exists()
+        assert (CONF / "optimizer" / f"{optimizer}.yaml").exists()
+
+
+def test_experiment_files_set_no_optimizer_values():
+    for path in (CONF / "experiment").glob("*.yaml"):
+        assert "optimizer" not in yaml.safe_load(path.read_text().replace("${", "x{")), path

@@ -1,0 +1,218 @@
+"""From a command to a file: figures, tables and claims at smoke scale, as a user asks for them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from experiments import __main__ as cli
+from experiments import runs
+from experiments.config import CONF, ROOT, ConfigError, compose
+from experiments.execute import execute
+from experiments.runs import Run, load_spec, specs
+
+TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return tmp_path_factory.mktemp("results")
+
+
+def ask(results, *words):
+    cli.main([*words, f"results={results}", "scale=smoke", "tracking=off"])
+
+
+@pytest.mark.parametrize(("experiment", "optimizer"), TUNED)
+def test_every_pair_of_conf_runs(results, experiment, optimizer):
+    pair = [f"experiment={experiment}", f"optimizer={optimizer}"]
+    run = Run(compose([*pair, "scale=smoke", f"results={results}", "tracking=off"]))
+    assert execute(run) == "finished"
+    metrics = run.metrics()
+    assert metrics["step"].iloc[-1] == run.config.steps and len(metrics.columns) > 1
+
+
+@pytest.mark.parametrize("name", [path.stem for path in specs("figure")])
+def test_a_figure_is_made_once(results, capsys, name):
+    ask(results, "figure", name)
+    first = capsys.readouterr().out
+    stem = results / "figures" / f"figure-{name}-smoke"
+    assert "drawn from" in first
+    assert all(stem.with_suffix(s).stat().st_size > 1000 for s in (".png", ".pdf", ".csv"))
+    before = {p: p.stat().st_mtime_ns for p in results.rglob("*") if p.is_file()}
+    ask(results, "figure", name)
+    assert "nothing was recomputed" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in results.rglob("*") if p.is_file()}
+
+
+def test_the_csv_holds_what_is_plotted(results):
+    ask(results, "figure", "1")
+    table = pd.read_csv(results / "figures/figure-01-smoke.csv")
+    spec = load_spec("figure", "01")
+    groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
+    ends = [run.metrics()["theta"].iloc[-1] for run in groups["adashift"]]
+    row = table[table["curve"].str.startswith("AdaShift")].iloc[-1]
+    assert row["mean"] == pytest.approx(sum(ends) / len(ends)) and row["n"] == len(ends) == 10
+    assert row["sd"] == pytest.approx(pd.Series(ends).std())
+
+
+def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
+    ask(results, "figure", "1")
+    run = load_spec("figure", "01").expand([f"results={results}", "scale=smoke", "tracking=off"])[
+        "adam"
+    ][0]
+    info = run.folder / "run.json"
+    info.write_text(re.sub(r'"started": "\d{4}', '"started": "1999', info.read_text()))
+    capsys.readouterr()
+    ask(results, "figure", "1")
+    assert "drawn from" in capsys.readouterr().out
+
+
+def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path):
+    """The scale stands on the face of the figure, in a colour that nothing else has."""
+    from experiments.figures import draw, up_to_date
+
+    ask(results, "figure", "1")
+    with Image.open(results / "figures/figure-01-smoke.png") as image:
+        corner = image.convert("RGB").crop((int(image.width * 0.85), 0, image.width, 40))
+    assert any(r > 150 and g < 60 and b < 60 for _, (r, g, b) in corner.getcolors(10**6))
+    spec = load_spec("figure", "01")
+    groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
+    draw(spec, groups, tmp_path / "again")
+    assert up_to_date(spec, groups, tmp_path / "again")
+    (tmp_path / "again.pdf").unlink()
+    assert not up_to_date(spec, groups, tmp_path / "again")
+
+
+def test_claims_are_judged_and_written(results, capsys):
+    ask(results, "claims")
+    page = (results / "claims-smoke.md").read_text()
+    wanted = {
+        c["id"]
+        for kind in ("claim", "figure")
+        for p in specs(kind)
+        for c in load_spec(kind, p.stem).claims
+    }
+    assert {
+        line.split(" | ")[0].strip("| ") for line in page.splitlines() if line.startswith("| ")
+    } >= wanted
+    assert {"T1", "T8", "F1a", "F1j", "F8c"} <= wanted
+    order = [
+        line.split(" | ")[0].strip("| ")
+        for line in page.splitlines()
+        if re.match(r"\| [TF]\d", line)
+    ]
+    assert order == sorted(order, key=cli.natural)
+
+
+def test_status_names_the_commands_of_missing_runs(tmp_path, capsys):
+    ask(tmp_path, "status")
+    text = capsys.readouterr().out
+    assert (
+        "figure 01: 0 of 60 runs are there" in text and "missing: python run.py experiment=" in text
+    )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["figure", "4"], "figure 4 is not built yet"),
+        (["figure", "99"], "figures 1 to 24"),
+        (["figure", "one"], "figures 1 to 24"),
+        (["figure"], "which figure"),
+        (["table", "1"], "table 1 is not built yet"),
+        (["table", "10"], "tables 1 to 9"),
+        (["figure", "1", "seeed=3"], "did you mean seed"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        ask(tmp_path, *words)
+    assert not any(tmp_path.iterdir())
+
+
+TABLE = """
+title: Table 1. Where θ ends
+seeds: 3
+base: [experiment=counterexample_stochastic]
+runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
+rows:
+  - {label: Adam, run: adam, metric: theta, paper: 0.5}
+  - {label: AdaShift, run: adashift, metric: v, statistic: mean}
+claims:
+  - {id: C1, place: here, text: v is positive, metric: v, parts: [{left: adam, relation: above}]}
+"""
+
+
+def test_a_table_puts_the_papers_number_beside_ours(results, tmp_path, monkeypatch, capsys):
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "01.yaml").write_text(TABLE)
+    monkeypatch.setattr(runs, "CONF", tmp_path)
+    ask(results, "table", "1")
+    table = pd.read_csv(results / "tables/table-01-smoke.csv")
+    groups = load_spec("table", "01").expand([f"results={results}", "scale=smoke", "tracking=off"])
+    ours = [run.metrics()["theta"].iloc[-1] for run in groups["adam"]]
+    assert table["ours"].iloc[0] == pytest.approx(sum(ours) / 3)
+    assert table["low"].iloc[0] < table["ours"].iloc[0] < table["high"].iloc[0]
+    text = capsys.readouterr().out
+    assert "| Adam |" in text and "| 0.5 |" in text and "C1" in text
+
+
+# -- the command line itself -------------------------------------------------------------------
+
+
+def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["experiment=nonsense"], "experiment=nonsense is unknown"),
+        (["optimizer.betas=[1.2,0.9]"], "optimizer.betas=[1.2, 0.9] is refused"),
+        (["experiment=lemma_2", "optimizer=sgd"], "optimizer.lr has no value"),
+        (["optimizer.phi=median"], "phi is 'median'"),
+        (["-m", "seed=-1,2"], "seed=-1 is refused"),
+    ],
+)
+def test_run_py_refuses_in_one_line_and_leaves_nothing(tmp_path, words, message):
+    out = command("run.py", *words, f"results={tmp_path / 'results'}")
+    assert out.returncode == 1 and out.stdout == ""
+    assert out.stderr.count("\n") == 1 and message in out.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_run_py_sweeps(tmp_path):
+    out = command(
+        "run.py", "-m", f"results={tmp_path}", "scale=smoke",
+        "optimizer=adam,amsgrad,adashift", "seed=range(0,4)",
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert len(list(tmp_path.glob("runs/*/*/seed=*/metrics.csv"))) == 12
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 12  # one W&B run for each job
+
+
+def test_a_traceback_can_be_had(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    out = command("run.py", f"results={tmp_path}", "experiment=nonsense")
+    assert out.returncode == 1 and "Traceback" in out.stderr
+
+
+def test_figures_are_redrawn_without_torch(results):
+    """A machine that only draws needs neither torch nor W&B."""
+    ask(results, "figure", "1")
+    (results / "figures/figure-01-smoke.png").unlink()
+    code = (
+        "import sys\n"
+        "from experiments.__main__ import main\n"
+        f"main(['figure', '1', 'results={results}', 'scale=smoke', 'tracking=off'])\n"
+        "assert not {'torch', 'wandb'} & sys.modules.keys()"
+    )
+    out = command("-c", code)
+    assert out.returncode == 0, out.stderr
+    assert (results / "figures/figure-01-smoke.png").exists()

@@ -1,0 +1,193 @@
+"""Records: the CSV keeps every bit, run.json says how it ended, W&B has a full copy."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from experiments import record as records
+from experiments.config import Tracking, compose
+from experiments.execute import execute
+from experiments.record import Record, decide_mode, logged_in, read_info, read_metrics
+from experiments.runs import Run
+
+PAIR = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=smoke"]
+
+
+def request(tmp_path: Path, *overrides: str) -> Run:
+    return Run(compose([*PAIR, f"results={tmp_path}", "tracking=off", *overrides]))
+
+
+def test_metrics_come_back_bit_for_bit(tmp_path):
+    values = [0.1 + 0.2, 1 / 3, -1e-300, 2.0**53 + 2]
+    with Record(tmp_path, request(tmp_path).config) as record:
+        for step, value in enumerate(values, 1):
+            record.log(step, {"x": value, "y": -value} if step % 2 else {"x": value})
+        record.status = "finished"
+    table = read_metrics(tmp_path)
+    assert table["x"].tolist() == values
+    assert table["y"].dropna().tolist() == [-values[0], -values[2]]
+
+
+def test_run_json_says_what_was_run_and_how_it_ended(tmp_path):
+    run = request(tmp_path, "seed=4")
+    assert run.status == "missing"
+    assert execute(run) == "finished"
+    info = run.info
+    assert info["status"] == "finished" and info["error"] is None
+    assert info["config"]["seed"] == 4 and info["config"]["task"]["problem"]["C"] == 101
+    assert info["versions"]["torch"] and info["seconds"] > 0 and info["machine"]["cores"]
+    assert "results" not in info["config"]
+
+
+def test_an_error_is_kept_and_passed_on(tmp_path):
+    with pytest.raises(ZeroDivisionError), Record(tmp_path, request(tmp_path).config):
+        _ = 1 / 0
+    assert read_info(tmp_path)["status"] == "failed"
+    assert "ZeroDivisionError" in read_info(tmp_path)["error"]
+
+
+def test_an_interruption_is_not_a_finish(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Record(tmp_path, request(tmp_path).config) as record:
+        record.log(1, {"x": 1.0})
+        raise KeyboardInterrupt
+    assert read_info(tmp_path)["status"] == "interrupted"
+    assert read_metrics(tmp_path)["x"].tolist() == [1.0]
+
+
+def test_half_a_run_json_counts_as_missing(tmp_path):
+    run = request(tmp_path)
+    execute(run)
+    text = (run.folder / "run.json").read_text()
+    (run.folder / "run.json").write_text(text[: len(text) // 2])
+    assert run.status == "missing" and not run.done
+
+
+def test_the_same_command_gives_the_same_bytes(tmp_path):
+    first, second = (request(tmp_path / name) for name in ("a", "b"))
+    for run in (first, second):
+        execute(run)
+    assert (first.folder / "metrics.csv").read_bytes() == (
+        second.folder / "metrics.csv"
+    ).read_bytes()
+    other = request(tmp_path / "a", "seed=1")
+    execute(other)
+    assert (first.folder / "metrics.csv").read_bytes() != (
+        other.folder / "metrics.csv"
+    ).read_bytes()
+
+
+def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
+    run = request(tmp_path)
+    execute(run)
+    started = run.info["started"], (run.folder / "run.json").stat().st_mtime_ns
+    lines = []
+    execute(run, announce=lines.append)
+    assert started == (run.info["started"], (run.folder / "run.json").stat().st_mtime_ns)
+    assert "nothing to do" in lines[0]
+    execute(request(tmp_path, "force=true"))
+    assert (run.folder / "run.json").stat().st_mtime_ns != started[1]
+
+
+# -- W&B ---------------------------------------------------------------------------------------
+
+
+def read_wandb(path: Path) -> list:
+    """The records of a .wandb file, by W&B's own message class.
+
+    The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB with pieces of records,
+    each piece led by checksum, length and kind (1 whole, 2 first, 3 middle, 4 last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record as Message
+
+    data, position, parts, found = path.read_bytes(), 7, b"", []
+    assert data.startswith(b":W&B")
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if room < 7 or kind == 0:
+            position += room
+            continue
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            found.append(Message.FromString(parts))
+            parts = b""
+    return found
+
+
+def plain(items) -> dict:
+    return {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+
+
+def offline_file(results: Path) -> Path:
+    (path,) = results.glob("wandb/offline-run-*/run-*.wandb")
+    return path
+
+
+def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
+    run = request(tmp_path, "tracking=offline")
+    execute(run)
+    messages = read_wandb(offline_file(tmp_path))
+    (about,) = (m.run for m in messages if m.HasField("run"))
+    assert about.project == "adashift"
+    assert about.run_group == "counterexample_stochastic"
+    assert about.job_type == "adam"
+    assert list(about.tags) == ["figure-01"]
+    config = plain(about.config.update)
+    assert config["task"]["problem"] == {
+        "_target_": "experiments.tasks.counterexample.Stochastic", "C": 101, "delta": 0.02,
+    }  # fmt: skip
+    assert config["optimizer"]["betas"] == [0, 0.999] and config["seed"] == 0
+    history = [plain(m.history.item) for m in messages if m.HasField("history")]
+    ours = run.metrics()
+    assert len(history) == len(ours) == 200
+    for column in ours.columns:
+        assert [row[column] for row in history] == ours[column].tolist()
+    axes = {m.metric.name: m.metric.step_metric for m in messages if m.HasField("metric")}
+    assert {axes[name] for name in ours.columns if name != "step"} == {"step"}
+
+
+def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "figure.png")
+    tracking = Tracking(mode="offline", project="adashift", entity=None)
+    records.publish_figure(tracking, tmp_path, "figure-01", tmp_path / "figure.png")
+    rows = [
+        plain(m.history.item) for m in read_wandb(offline_file(tmp_path)) if m.HasField("history")
+    ]
+    assert rows[0]["figure-01/_type"] == "image-file" and rows[0]["figure-01/width"] == 8
+
+
+def test_off_means_off(tmp_path):
+    execute(request(tmp_path, "tracking=off"))
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_auto_is_offline_until_somebody_logs_in(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not logged_in() and decide_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert decide_mode("auto") == "online"
+    assert decide_mode("off") == "off"
+
+
+def test_a_key_in_the_netrc_file_counts_as_logged_in(monkeypatch, tmp_path):
+    import wandb
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    host = wandb.Settings().base_url.split("//")[-1]
+    (tmp_path / ".netrc").write_text(f"machine elsewhere\n  login user\n  password {'x' * 40}\n")
+    assert not logged_in()
+    (tmp_path / ".netrc").write_text(f"machine {host}\n  login user\n  password {'x' * 40}\n")
+    assert logged_in()
+
+
+def test_the_environment_of_wandb_is_respected(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert decide_mode("auto") == "off"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert decide_mode("auto") == "offline"

@@ -1,0 +1,86 @@
+"""Runs and specs: identity, folders, what a figure needs, and who uses a run."""
+
+import shlex
+
+import pytest
+
+from experiments import runs
+from experiments.config import CONF, ConfigError, compose
+from experiments.runs import Run, Spec, figures_using, load_spec
+
+STOCHASTIC = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=paper"]
+
+
+def test_the_folder_tells_experiment_optimizer_settings_and_seed(tmp_path):
+    run = Run(compose([*STOCHASTIC, f"results={tmp_path}", "seed=7"]))
+    digest = run.config.digest()
+    path = f"runs/counterexample_stochastic/adam-{digest}/seed=7"
+    assert run.folder == tmp_path / path
+
+
+def test_the_command_of_a_run_makes_that_run():
+    for overrides in (
+        STOCHASTIC,
+        [*STOCHASTIC, "optimizer.betas=[0.9,0.999]", "seed=3"],
+        [*STOCHASTIC, "task.bounds=[-1,1]", "steps=500"],
+        ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
+    ):
+        run = Run(compose(overrides))
+        words = shlex.split(run.command())
+        assert words[:2] == ["python", "run.py"]
+        assert Run(compose(words[2:])).folder == run.folder, run.command()
+
+
+def test_a_run_knows_the_figures_it_is_part_of():
+    assert figures_using(Run(compose(STOCHASTIC))) == ["figure-01"]
+    assert figures_using(Run(compose([*STOCHASTIC, "seed=99"]))) == ["figure-01"]
+    assert figures_using(Run(compose([*STOCHASTIC, "optimizer.lr=0.1"]))) == []
+    assert figures_using(Run(compose(["experiment=critical_c_sequential", "optimizer=adam"]))) == [
+        "figure-08"
+    ]
+
+
+def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness():
+    spec = Spec(
+        title="t",
+        seeds=3,
+        once=["still"],
+        base=["optimizer=adam"],
+        runs={"moving": STOCHASTIC[:1], "still": ["experiment=counterexample_sequential"]},
+    )
+    groups = spec.expand(["scale=smoke"])
+    assert [r.config.seed for r in groups["moving"]] == [0, 1, 2]
+    assert [r.config.seed for r in groups["still"]] == [0]
+    assert {r.config.scale for rs in groups.values() for r in rs} == {"smoke"}
+
+
+def test_a_figure_that_is_not_built_says_what_is_missing():
+    with pytest.raises(
+        ConfigError, match=r"figure 4 is not built yet: conf/figure/04.yaml is missing"
+    ):
+        load_spec("figure", "04")
+
+
+def test_a_slip_in_a_spec_is_named(tmp_path, monkeypatch):
+    (tmp_path / "figure").mkdir()
+    (tmp_path / "figure" / "01.yaml").write_text("title: x\nseeds: 1\nruns: {}\npanls: []\n")
+    monkeypatch.setattr(runs, "CONF", tmp_path)
+    with pytest.raises(ConfigError, match="panls"):
+        load_spec("figure", "01")
+
+
+@pytest.mark.parametrize("kind", ["figure", "table", "claim"])
+def test_every_spec_of_conf_composes_and_its_names_are_known(kind):
+    for path in runs.specs(kind):
+        spec = load_spec(kind, path.stem)
+        groups = spec.expand(["scale=smoke"])
+        used = [name for panel in spec.panels for name in panel["runs"]] + spec.once
+        assert set(used) <= groups.keys(), path
+        assert path.read_text().startswith("# make "), f"{path} must open with its command"
+
+
+def test_every_experiment_opens_with_its_command():
+    for path in (CONF / "experiment").glob("*.yaml"):
+        lines = path.read_text().splitlines()
+        assert lines[0] == "# @package _global_"
+        assert lines[1].startswith(f"# python run.py experiment={path.stem} optimizer="), path
