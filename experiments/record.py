@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -114,8 +115,9 @@ def write_text(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+@cache
 def commit() -> str | None:
-    """The commit of the code, marked if the code differs from it."""
+    """The commit of the code that runs, marked if the code differs from it."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)

@@ -127,6 +127,11 @@ def load_spec(kind: str, name: str) -> Spec:
             f"{kind} {name.lstrip('0')} is not built yet: conf/{kind}/{path.name} is missing "
             f"(built so far: {built})"
         )
+    return parse_spec(path, path.stat().st_mtime_ns)
+
+
+@cache
+def parse_spec(path: Path, changed: int) -> Spec:
     with one_line_errors():
         return Spec.model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
 
@@ -146,8 +151,10 @@ def users_of(run: Run) -> Iterator[tuple[str, str]]:
     names = {f"experiment={c.experiment}", f"optimizer={c.optimizer_name}"}
     for kind in ("figure", "table"):
         for path in specs(kind):
+            # Parsing and composing are slow, so only what names this pair goes through them.
+            if f"experiment={c.experiment}" not in path.read_text():
+                continue
             spec = load_spec(kind, path.stem)
-            # Composing is slow, so only the settings that name this pair are composed.
             alike = [o for o in spec.runs.values() if names <= {*spec.base, *o}]
             requests = [cached_config((*spec.base, *o, f"scale={c.scale}")) for o in alike]
             if any(c.identity() == r.identity() for r in requests):
