@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from adashift import theory
 from adashift.trajectory import Array, Chain, chain_of
@@ -38,7 +39,10 @@ def movement(optimizer: torch.optim.Optimizer, betas: Array, g: Array, skip: int
     chains = [chain_with(optimizer, beta, beta) for beta in betas]
     m = [c.first_moment(g, t)[:, skip:].ravel() for c in chains]
     step_size = [c.step_sizes(c.second_moment(g, t), t)[:, skip:].ravel() for c in chains]
-    return -(np.stack(step_size) @ np.stack(m).T) / len(g)
+    # One thread: several wait for each other on a busy machine (100 times slower was seen), and
+    # their number would decide the last bits of the sum.
+    with threadpool_limits(1):
+        return -(np.stack(step_size) @ np.stack(m).T) / len(g)
 
 
 def draw(problem: Problem, count: int, streams: int, rng: np.random.Generator) -> Array:

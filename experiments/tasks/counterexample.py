@@ -139,7 +139,7 @@ class Trajectory(Task):
             before = np.append(
                 start, path[:-1]
             )  # f_t is judged at θ_t, which g_t has not moved yet
-            self.loss_sum += float(g @ before)
+            self.loss_sum += float((g * before).sum())
             self.gradient_sum += float(g.sum())
             best = min(bound * self.gradient_sum for bound in self.bounds)
             self.metrics["regret"] = (self.loss_sum - best) / (self.t - self.warm_up)
