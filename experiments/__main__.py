@@ -142,7 +142,9 @@ def report(spec: Spec, groups: Groups) -> None:
     known = read_verdicts(stem.with_suffix(".csv"))
     rows = judge_spec(spec, groups, known)
     for row in rows:
-        print(f"  {row['id']:5} {row['verdict']:12} {row['claim']}  {row['numbers']}")
+        print(f"{row['id']:12} {row['verdict']:12} {row['claim']}")
+        for number in filter(None, row["numbers"].split("; ")):
+            print(f"{'':25} {number}")
     known |= {row["id"]: row for row in rows}
     if rows:
         write_verdicts(in_order(known), stem)

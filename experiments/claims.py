@@ -187,7 +187,7 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
-    counts = [f"{sum(r['verdict'] == v for r in rows)} {v}" for v in reversed(WORST_FIRST)]
+    counts = [f"{v}: {sum(r['verdict'] == v for r in rows)}" for v in reversed(WORST_FIRST)]
     lines = [
         "# What holds of the paper",
         "",
@@ -196,7 +196,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "the verdict. *holds*: all of the interval is on the claimed side of the margin; *fails*:",
         "none of it is; *inconclusive*: a part of it is.",
         "",
-        f"**{len(rows)} claims: {', '.join(counts)}.**",
+        f"**{len(rows)} claims. {', '.join(counts)}.**",
         "",
         "| id | place | claim | verdict | numbers | seeds | scale |",
         "|---|---|---|---|---|---|---|",
@@ -206,5 +206,5 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         numbers = r["numbers"].replace("; ", "<br>")
         verdict = f"**{r['verdict']}**"
         cells = (r["id"], r["place"], claim, verdict, numbers, r["seeds"], r["scale"])
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -43,6 +43,7 @@ plt.rcParams.update(
     }
 )
 DASHES = ("-", "--", "-.", ":")
+SHADES = ((0, 0.0), (0, 0.45), (1, 0.45), (0, 0.7))  # of a colour: towards black (0) or white (1)
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class Group:
     @property
     def style(self) -> dict[str, Any]:
         color = np.array(to_rgb(styles()[self.runs[0].config.optimizer_name]["color"]))
-        dark = 0.75**self.shade
-        return {"color": tuple(color * dark), "linestyle": DASHES[self.shade % len(DASHES)]}
+        towards, part = SHADES[self.shade % len(SHADES)]
+        mixed = tuple(color + part * (towards - color))
+        return {"color": mixed, "linestyle": DASHES[self.shade % len(DASHES)]}
 
     def table(self, metric: str) -> pd.DataFrame:
         """Step × seed; a run that diverged ends early."""
@@ -80,7 +82,8 @@ def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> None:
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
         data = draw_panel(ax, dict(panel), groups)
-        numbers.append(data.assign(panel=panel["title"]))
+        data.insert(0, "panel", panel["title"].split()[0].strip("()"))
+        numbers.append(data)
     for ax in axes.flat[len(spec.panels) :]:
         ax.remove()
     finish(figure, spec, groups)

@@ -132,7 +132,7 @@ def test_verdicts_survive_the_file(tmp_path):
     claims.write_verdicts(rows, tmp_path / "claims")
     assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
     page = (tmp_path / "claims.md").read_text()
-    assert "| F1 | here | so it is | **holds** |" in page and "1 claims: 1 holds, 0 inc" in page
+    assert "| F1 | here | so it is | **holds** |" in page and "1 claims. holds: 1, inc" in page
 
 
 def grid(values):
