@@ -25,7 +25,7 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
     device = pick_device(config.device)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
-    announce(f"{config.scale} scale, {config.steps:,} steps: {shown(run.folder)}")
+    announce(f"{size_of(config)}, {config.steps:,} steps: {shown(run.folder)}")
     with Record(run.folder, config, run.command(), figures_using(run)) as record:
         record.status = train(
             task,
@@ -36,6 +36,12 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
             title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
         )
     return record.status
+
+
+def size_of(config: Config) -> str:
+    """The scale, and how to have the paper's where it is another."""
+    cure = "" if config.scale == "paper" else " (scale=paper for the paper's size)"
+    return f"{config.scale} scale{cure}"
 
 
 def shown(path: Path) -> str:
@@ -65,6 +71,6 @@ def execute_all(runs: Sequence[Run], title: str) -> None:
     """Train what is missing, one after the other, and show how far it is."""
     missing = [run for run in runs if not run.done]
     ready = f", {len(runs) - len(missing)} are there already" if len(missing) < len(runs) else ""
-    print(f"{title}: {len(missing)} runs to train{ready}", flush=True)
+    print(f"{title}: {len(missing)} runs to train at {size_of(runs[0].config)}{ready}", flush=True)
     for run in progress(missing, desc=title, unit="run"):
         execute(run)
