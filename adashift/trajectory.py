@@ -120,7 +120,6 @@ class Chain:
     second: Filter
     correct_first: Normalise = unchanged
     correct_second: Normalise = unchanged
-    delay: int = 0  # gradients that pass before anything moves
     t: int = field(default=0, init=False)
 
     def advance(self, g: Array) -> Moments:
@@ -128,7 +127,7 @@ class Chain:
         t = np.arange(self.t + 1, self.t + g.shape[-1] + 1, dtype=np.float64)
         self.t += g.shape[-1]
         v = self.second_moment(g, t)
-        return Moments(self.first_moment(g, t), v, self.step_sizes(v, t))
+        return Moments(self.first_moment(g, t), v, self.step_sizes(v))
 
     def first_moment(self, g: Array, t: Times) -> Array:
         return self.correct_first(self.first(g), t)
@@ -136,12 +135,14 @@ class Chain:
     def second_moment(self, g: Array, t: Times) -> Array:
         return self.correct_second(self.second(g * g), t)
 
-    def step_sizes(self, v: Array, t: Times) -> Array:
-        moves = (v > 0) & (t > self.delay)
-        return np.divide(self.lr, np.sqrt(v) + self.eps, out=np.zeros_like(v), where=moves)
+    def step_sizes(self, v: Array) -> Array:
+        return self.lr / (np.sqrt(v) + self.eps)
 
     def net_update_factors(self, step_size: Array) -> Array:
-        """k(g_t) of Eq. 8: what g_t moves over the whole future that `step_size` covers."""
+        """k(g_t) of Eq. 8: what g_t moves over the whole future that `step_size` covers.
+
+        For gradients that come when bias correction no longer changes m.
+        """
         future = Filter(self.first.b, self.first.a)
         return future(step_size[..., ::-1])[..., ::-1]
 
@@ -162,6 +163,13 @@ class PlainChain(Chain):
 
     def second_moment(self, g: Array, t: Times) -> Array:
         return np.ones_like(g)
+
+
+class ShiftedChain(Chain):
+    """AdaShift: nothing moves while v is 0, as it is until the first gradient has been shifted."""
+
+    def step_sizes(self, v: Array) -> Array:
+        return np.divide(self.lr, np.sqrt(v) + self.eps, out=np.zeros_like(v), where=v > 0)
 
 
 class NesterovChain(Chain):
@@ -188,6 +196,9 @@ class NesterovChain(Chain):
         old = mu_next / (1 - product * mu_next) * self.first(g)
         return (1 - mu) / (1 - product) * g + old
 
+    def net_update_factors(self, step_size: Array) -> Array:
+        raise NotLinear("NAdam weighs a gradient differently at each step: k is no filter")
+
 
 def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
     """The one parameter group's settings, if those that depend on θ are off."""
@@ -195,6 +206,8 @@ def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
         raise NotLinear(
             f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups, not 1"
         )
+    if optimizer.state:
+        raise NotLinear(f"{type(optimizer).__name__} has taken steps already")
     group = optimizer.param_groups[0]
     for name, value in {"weight_decay": 0, "maximize": False, **required}.items():
         if group.get(name, value) != value:
@@ -202,19 +215,33 @@ def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
     return group
 
 
-@singledispatch
+def settings_of_blocks(optimizer: torch.optim.Optimizer) -> dict:
+    """The same for a rule with a φ: over one number, every φ that has a name is that number."""
+    group = settings_of(optimizer)
+    if callable(group["phi"]) or [p.numel() for p in group["params"]] != [1]:
+        raise NotLinear(f"{type(optimizer).__name__} with phi={group['phi']!r} over a block")
+    return group
+
+
 def chain_of(optimizer: torch.optim.Optimizer) -> Chain:
     """The filter chain of an optimizer, with the settings that the optimizer itself has checked."""
-    raise NotLinear(f"{type(optimizer).__name__} has no filter form")
+    if type(optimizer) not in chain_by_type.registry:  # a subclass may well have another rule
+        raise NotLinear(f"{type(optimizer).__name__} has no filter form")
+    return chain_by_type(optimizer)
 
 
-@chain_of.register
+@singledispatch
+def chain_by_type(optimizer: torch.optim.Optimizer) -> Chain:
+    raise AssertionError("chain_of asks for registered types alone")
+
+
+@chain_by_type.register
 def _(optimizer: torch.optim.SGD) -> Chain:
     s = settings_of(optimizer, nesterov=False)
     return PlainChain(s["lr"], s["momentum"], s["dampening"])
 
 
-@chain_of.register
+@chain_by_type.register
 def _(optimizer: torch.optim.Adam) -> Chain:
     s = settings_of(optimizer)
     beta1, beta2 = s["betas"]
@@ -229,16 +256,16 @@ def _(optimizer: torch.optim.Adam) -> Chain:
     )
 
 
-@chain_of.register
+@chain_by_type.register
 def _(optimizer: torch.optim.NAdam) -> Chain:
     s = settings_of(optimizer, decoupled_weight_decay=False)
     beta1, beta2 = s["betas"]
     return NesterovChain(beta1, s["momentum_decay"], beta2, lr=s["lr"], eps=s["eps"])
 
 
-@chain_of.register
+@chain_by_type.register
 def _(optimizer: SpatialOnly) -> Chain:
-    s = settings_of(optimizer)  # one number is its own block, so φ changes nothing here
+    s = settings_of_blocks(optimizer)
     beta1, beta2 = s["betas"]
     return Chain(
         s["lr"],
@@ -250,7 +277,7 @@ def _(optimizer: SpatialOnly) -> Chain:
     )
 
 
-@chain_of.register
+@chain_by_type.register
 def _(optimizer: AdamNC) -> Chain:
     s = settings_of(optimizer)
     return Chain(
@@ -263,18 +290,17 @@ def _(optimizer: AdamNC) -> Chain:
     )
 
 
-@chain_of.register
+@chain_by_type.register
 def _(optimizer: AdaShift) -> Chain:
-    s = settings_of(optimizer)
+    s = settings_of_blocks(optimizer)
     beta1, beta2 = s["betas"]
     n = s["n"]
-    return Chain(
+    return ShiftedChain(
         s["lr"],
         s["eps"],
         window_average(beta1, s["m"] or n),
         moving_average(beta2, delay=n),
         correct_second=bias_corrected(beta2, delay=n),
-        delay=n,
     )
 
 

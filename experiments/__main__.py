@@ -48,12 +48,14 @@ def figure(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def make_figure(name: str, overrides: Sequence[str]) -> None:
-    spec, groups = prepare("figure", name, overrides)
+    spec = load_spec("figure", name)
+    groups = spec.expand(overrides)
+    trained = train_missing(groups, f"figure {name}")
     from experiments.figures import draw, up_to_date
 
     stem = place(groups, f"figures/figure-{name}")
     count = sum(map(len, groups.values()))
-    if up_to_date(spec, groups, stem):
+    if not trained and up_to_date(spec, groups, stem):
         print(f"{stem}.png is up to date: {count} finished runs, nothing was recomputed")
         return
     draw(spec, groups, stem)
@@ -67,7 +69,9 @@ def table(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.tables import write_table
 
     for name in numbers("table", names):
-        spec, groups = prepare("table", name, overrides)
+        spec = load_spec("table", name)
+        groups = spec.expand(overrides)
+        train_missing(groups, f"table {name}")
         stem = place(groups, f"tables/table-{name}")
         write_table(spec, groups, stem)
         print(stem.with_suffix(".md").read_text())
@@ -76,7 +80,10 @@ def table(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def theory(names: Sequence[str], overrides: Sequence[str]) -> None:
     for path in specs("claim"):
-        report(*prepare("claim", path.stem, overrides))
+        spec = load_spec("claim", path.stem)
+        groups = spec.expand(overrides)
+        train_missing(groups, path.stem)
+        report(spec, groups)
 
 
 def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -113,16 +120,15 @@ def numbers(kind: str, names: Sequence[str]) -> list[str]:
     return [f"{int(name):02d}" for name in names]
 
 
-def prepare(kind: str, name: str, overrides: Sequence[str]) -> tuple[Spec, Groups]:
-    """Read a spec and train whatever runs it lacks."""
-    spec = load_spec(kind, name)
-    groups = spec.expand(overrides)
+def train_missing(groups: Groups, title: str) -> bool:
+    """Train whatever runs are not there; return whether there were any."""
     runs = all_runs(groups)
-    if not all(run.done for run in runs):
-        from experiments.execute import execute_all  # torch is needed for this alone
+    if all(run.done for run in runs):
+        return False
+    from experiments.execute import execute_all  # torch is needed for this alone
 
-        execute_all(runs, f"{kind} {name}")
-    return spec, groups
+    execute_all(runs, title)
+    return True
 
 
 def all_runs(groups: Groups) -> list[Run]:

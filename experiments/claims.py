@@ -19,6 +19,7 @@ from experiments.record import commit, write_text
 from experiments.runs import Run, Spec
 
 Groups = Mapping[str, Sequence[Run]]
+SAYING = ("verdict", "numbers", "seeds", "scale", "why")
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
 
@@ -76,7 +77,7 @@ def judge_part(claim: Claim, part: Part, groups: Groups) -> Outcome:
         words = f"{part.left} − {part.right}, {statistic} {metric}"
     else:
         difference = left - part.right
-        words += f" − {part.right:g}" if part.right else ""
+        words += f" {'−' if part.right > 0 else '+'} {abs(part.right):g}" if part.right else ""
     low, high = interval(difference)
     verdict = weigh(part.relation, low, high, part.margin)
     effect = float(difference.mean())
@@ -164,12 +165,12 @@ def judge_spec(
     """Judge what can be judged here; a verdict reached elsewhere on the same runs stands."""
     rows = []
     for claim in claims_of(spec):
+        new, old = row(claim, groups), known.get(claim.id, {})
         if all(run.done for run in needed(claim, groups)):
-            rows.append(judge(claim, groups))
-        else:
-            empty = row(claim, groups)
-            old = known.get(claim.id, {})
-            rows.append(old if old.get("key") == empty["key"] else empty)
+            new = judge(claim, groups)
+        # The same numbers from another commit are no news; without runs the old ones stand.
+        same = all(old.get(k) == new[k] for k in SAYING) or not new["numbers"]
+        rows.append(old if old.get("key") == new["key"] and same else new)
     return rows
 
 

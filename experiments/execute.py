@@ -52,10 +52,12 @@ def shown(path: Path) -> str:
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:
     make_optimizer = build(config.optimizer, "optimizer")
     try:
-        return {name: make_optimizer(params) for name, params in task.players().items()}
+        optimizers = {name: make_optimizer(params) for name, params in task.players().items()}
+        task.check_optimizers(optimizers)
+        return optimizers
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer={config.optimizer_name} refuses its settings: {error}"
+            f"optimizer={config.optimizer_name} is refused with these settings: {error}"
         ) from error
 
 

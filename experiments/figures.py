@@ -27,7 +27,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from experiments.config import CONF
-from experiments.record import commit
 from experiments.runs import Run, Spec
 
 plt.rcParams.update(
@@ -232,10 +231,9 @@ def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
 
 
 def digest(spec: Spec, groups: Mapping[str, Sequence[Run]]) -> str:
-    """Changes when the spec, the look, this file, or a run behind the figure changes."""
+    """Changes when the spec, the look, this file, or a number behind the figure changes."""
     parts = [spec.model_dump_json(), str(styles()), Path(__file__).read_text()]
-    for runs in groups.values():
-        parts += [f"{r.config.digest()} {r.config.seed} {r.info.get('started')}" for r in runs]
+    parts += [run.fingerprint() for runs in groups.values() for run in runs]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -248,8 +246,7 @@ def up_to_date(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> b
 
 
 def save(figure: Figure, stem: Path, source: str) -> None:
-    # The picture carries what it was made from; no date, so that equal runs give equal files.
-    about = {"Source": source, "Comment": f"commit {commit()}"}
-    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata=about)
+    # The picture carries what it was made from, and no date: equal runs give equal files.
+    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Source": source})
     figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Keywords": source})
     plt.close(figure)

@@ -7,6 +7,7 @@ file imports wandb.
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib.metadata
 import json
 import netrc
@@ -105,6 +106,10 @@ def read_metrics(folder: Path) -> pd.DataFrame:
     long = pd.read_csv(folder / METRICS)
     wide = long.pivot(index="step", columns="metric", values="value")
     return wide.reset_index().rename_axis(columns=None)
+
+
+def hash_metrics(folder: Path) -> str:
+    return hashlib.sha256((folder / METRICS).read_bytes()).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -54,6 +54,10 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         return record.read_metrics(self.folder)
 
+    def fingerprint(self) -> str:
+        """A hash of what came out; equal for equal runs, whenever they were made."""
+        return f"{self.config.digest()} {self.status} {record.hash_metrics(self.folder)}"
+
     def command(self) -> str:
         """The shortest command line that makes this run."""
         c = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,9 @@ class Task(ABC):
     @abstractmethod
     def players(self) -> dict[str, list[torch.nn.Parameter]]:
         """Name → parameters; each player gets an optimizer of its own."""
+
+    def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:  # noqa: B027
+        """Raise a ValueError for an optimizer that this problem cannot be tried with."""
 
     @abstractmethod
     def steps(self) -> Iterator[Step | Stretch]:

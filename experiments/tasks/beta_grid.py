@@ -17,14 +17,14 @@ from threadpoolctl import threadpool_limits
 
 from adashift import theory
 from adashift.trajectory import Array, Chain, chain_of
-from experiments.task import Stretch, Task
-from experiments.tasks.counterexample import Problem, Sequential, generator
-
-Row = dict[str, float]
+from experiments.tasks.counterexample import Problem, Sequential
+from experiments.tasks.rows import Row, RowTask
 
 
 def chain_with(optimizer: torch.optim.Optimizer, beta1: float, beta2: float) -> Chain:
     """The optimizer's chain with other betas."""
+    if "betas" not in optimizer.defaults:
+        raise ValueError(f"{type(optimizer).__name__} has no betas, which this experiment varies")
     twin = copy.deepcopy(optimizer)
     twin.param_groups[0]["betas"] = (beta1, beta2)
     return chain_of(twin)
@@ -38,7 +38,7 @@ def movement(optimizer: torch.optim.Optimizer, betas: Array, g: Array, skip: int
     t = np.arange(1.0, g.shape[-1] + 1)
     chains = [chain_with(optimizer, beta, beta) for beta in betas]
     m = [c.first_moment(g, t)[:, skip:].ravel() for c in chains]
-    step_size = [c.step_sizes(c.second_moment(g, t), t)[:, skip:].ravel() for c in chains]
+    step_size = [c.step_sizes(c.second_moment(g, t))[:, skip:].ravel() for c in chains]
     # One thread: several wait for each other on a busy machine (100 times slower was seen), and
     # their number would decide the last bits of the sum.
     with threadpool_limits(1):
@@ -49,36 +49,30 @@ def draw(problem: Problem, count: int, streams: int, rng: np.random.Generator) -
     return np.stack([problem.gradients(0, count, rng) for _ in range(streams)])
 
 
-class GridTask(Task):
-    """A record whose steps are rows: cells of the grid, or values of C."""
+class GridTask(RowTask):
+    """Rows are cells of the grid, or values of C."""
 
     def __init__(self, betas: int, seed: int) -> None:
+        super().__init__(seed)
         if betas < 2:
             raise ValueError(f"betas is {betas}; a grid needs at least 2 values of each beta")
         self.betas = np.arange(betas) / betas
-        self.rng = generator(seed)
-        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.pending: Iterator[Row] | None = None
-        self.row: Row = {}
 
     @abstractmethod
     def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Row]:
         """All rows, each computed when it is asked for."""
 
-    def players(self) -> dict[str, list[torch.nn.Parameter]]:
-        return {"theta": [self.theta]}
+    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        chain_with(optimizer, 0.5, 0.5)
 
-    def steps(self) -> Iterator[Stretch]:
-        while True:
-            yield Stretch("theta", self.take_row)
-
-    def take_row(self, optimizer: torch.optim.Optimizer) -> None:
+    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
         if self.pending is None:
             self.pending = self.rows(optimizer)
         row = next(self.pending, None)
         if row is None:
             raise ValueError("the record has fewer rows than `steps` asks for")
-        self.row = row
+        return row
 
     def cells(self, **columns: Array) -> Iterator[Row]:
         """A row per cell; a column has no value where it is NaN."""
@@ -86,9 +80,6 @@ class GridTask(Task):
         table = {"beta1": beta1, "beta2": beta2, **columns}
         for values in zip(*(np.ravel(c).astype(float) for c in table.values()), strict=True):
             yield {k: v for k, v in zip(table, values, strict=True) if not np.isnan(v)}
-
-    def evaluate(self) -> Row:
-        return dict(self.row)
 
 
 class FinalTheta(GridTask):
@@ -135,6 +126,11 @@ class CriticalC(GridTask):
         self.problem, self.theory = problem, theory
         self.values = integers(smallest, dense, largest)
         self.updates, self.burn_in, self.streams = updates, burn_in, streams
+        longest = problem(float(self.values[-1])).period
+        if updates - burn_in < longest:
+            raise ValueError(
+                f"updates − burn_in is {updates - burn_in}; an epoch of {longest} needs more"
+            )
 
     def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Row]:
         critical = np.full(2 * self.betas.shape, np.inf)
@@ -159,6 +155,8 @@ class CriticalC(GridTask):
 
 def integers(smallest: int, dense: int, largest: int) -> NDArray[np.int64]:
     """Every integer from `smallest` to `dense`, and then in steps of 4 % up to `largest`."""
+    if not 2 <= smallest <= dense <= largest:
+        raise ValueError(f"smallest {smallest}, dense {dense}, largest {largest}: 2 ≤ … ≤ … ≤ …")
     values = list(range(smallest, dense + 1))
     while values[-1] < largest:
         values.append(min(largest, max(values[-1] + 1, round(values[-1] * 1.04))))

@@ -1,0 +1,50 @@
+"""A measurement instead of a training: every step is a row of the record."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from adashift.trajectory import NotLinear
+from experiments.task import Stretch, Task
+from experiments.tasks.counterexample import generator
+
+Row = dict[str, float]
+
+
+class RowTask(Task):
+    """Asks the optimizer for its rule and computes with it; no parameter is moved."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = generator(seed)
+        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.row: Row = {}
+
+    @abstractmethod
+    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the rule of this optimizer cannot be measured."""
+
+    @abstractmethod
+    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
+        """Metric → value."""
+
+    def players(self) -> dict[str, list[torch.nn.Parameter]]:
+        return {"theta": [self.theta]}
+
+    def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        try:
+            self.try_optimizer(optimizers["theta"])
+        except NotLinear as error:
+            raise ValueError(f"this experiment needs a chain of filters: {error}") from error
+
+    def steps(self) -> Iterator[Stretch]:
+        while True:
+            yield Stretch("theta", self.take_row)
+
+    def take_row(self, optimizer: torch.optim.Optimizer) -> None:
+        self.row = self.next_row(optimizer)
+
+    def evaluate(self) -> Row:
+        return dict(self.row)
