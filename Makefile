@@ -117,7 +117,7 @@ distclean: clean
 ##
 ## Variables
 ##   SCALE=auto             paper, laptop, smoke; auto: paper where it fits this machine, else laptop
-##   ARGS=                  more arguments for the command, as in ARGS="seed=3 tracking=off"
+##   ARGS=                  more arguments for the command, as in ARGS="tracking=off force=true"
 ##   VENV=.venv             where the virtual environment is
 ##   PYTHON=python3         the Python that makes it, 3.11 or newer
 ##

@@ -34,7 +34,7 @@ def clean_exit() -> Iterator[None]:
     try:
         with one_line_errors():
             yield
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
         sys.exit(f"error: {error}")

@@ -13,6 +13,7 @@ run as behind run.py: scale=smoke tracking=off.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,11 @@ from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError
-from experiments.record import publish_figure
+from experiments.record import commit, publish_figure
 from experiments.runs import Run, Spec, load_spec, specs
 
 PREFIXES = "TFCIJKL"
+ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "force")
 COUNTS = {"figure": 24, "table": 9}
 Groups = Mapping[str, Sequence[Run]]
 
@@ -39,7 +41,19 @@ def main(arguments: Sequence[str]) -> None:
     parsed = parser.parse_args(arguments)
     overrides = [word for word in parsed.words if "=" in word]
     names = [word for word in parsed.words if "=" not in word]
+    refuse_other_runs(overrides)
     COMMANDS[parsed.what](names, overrides)
+
+
+def refuse_other_runs(overrides: Sequence[str]) -> None:
+    """A figure of the paper is made of the runs that its file names, whatever is asked here."""
+    for word in overrides:
+        key = word.lstrip("+~").split("=")[0].split(".")[0]
+        if key not in ABOUT_THE_MACHINE:
+            raise ConfigError(
+                f"{word}: only {', '.join(ABOUT_THE_MACHINE)} can be set here, the rest stands in "
+                "conf/; run.py makes any other run"
+            )
 
 
 def figure(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -100,6 +114,9 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
             runs = all_runs(load_spec(kind, path.stem).expand(overrides))
             missing = [run for run in runs if not run.done]
             print(f"{kind} {path.stem}: {len(runs) - len(missing)} of {len(runs)} runs are there")
+            other = sum(run.done and run.info["commit"] != commit() for run in runs)
+            if other:
+                print(f"    {other} were made at another commit than the code has now")
             for run in missing[:3]:
                 print(f"    {run.status}: {run.command()}")
             if len(missing) > 3:
@@ -113,7 +130,7 @@ def numbers(kind: str, names: Sequence[str]) -> list[str]:
     if "all" in names:
         return [path.stem for path in specs(kind)]
     for name in names:
-        if not name.isdigit() or not 1 <= int(name) <= COUNTS[kind]:
+        if not name.isdecimal() or not 1 <= int(name) <= COUNTS[kind]:
             raise ConfigError(
                 f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
             )
@@ -123,7 +140,7 @@ def numbers(kind: str, names: Sequence[str]) -> list[str]:
 def train_missing(groups: Groups, title: str) -> bool:
     """Train whatever runs are not there; return whether there were any."""
     runs = all_runs(groups)
-    if all(run.done for run in runs):
+    if all(run.done and not run.config.force for run in runs):
         return False
     from experiments.execute import execute_all  # torch is needed for this alone
 
@@ -137,9 +154,10 @@ def all_runs(groups: Groups) -> list[Run]:
 
 
 def place(groups: Groups, name: str) -> Path:
-    """Where a product goes; what cannot be concluded from must not replace what can."""
+    """Where a product goes; one of a scale that was asked for must not replace the usual one."""
     config = next(iter(groups.values()))[0].config
-    return config.results / (name + ("-smoke" if config.scale == "smoke" else ""))
+    usual = config.scale in ("paper", config.cpu_scale)
+    return config.results / (name if usual else f"{name}-{config.scale}")
 
 
 def report(spec: Spec, groups: Groups) -> None:
@@ -178,7 +196,9 @@ COMMANDS = {"figure": figure, "table": table, "theory": theory, "claims": claims
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
+    except BrokenPipeError:  # `… status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on with the runs that are left")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from scipy import stats
 
 from experiments.config import ConfigError, one_line_errors
-from experiments.record import commit, write_text
+from experiments.record import write_text
 from experiments.runs import Run, Spec
 
 Groups = Mapping[str, Sequence[Run]]
@@ -88,7 +88,9 @@ def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float
     """The statistic of every run."""
     try:
         function = hydra.utils.get_method(f"experiments.statistics.{statistic}")
-        return np.array([function(run.metrics(), metric) for run in runs])
+        return np.array(
+            [np.nan if r.status == "diverged" else function(r.metrics(), metric) for r in runs]
+        )
     except (ImportError, KeyError) as error:
         raise ConfigError(
             f"a claim asks for {statistic} of {metric}, which {runs[0].folder} does not have"
@@ -125,7 +127,7 @@ def judge(claim: Claim, groups: Groups) -> dict[str, str]:
         "verdict": verdict,
         "numbers": "; ".join(map(str, outcomes)),
         "seeds": str(max(o.n for o in outcomes)),
-        "commit": commit() or "",
+        "commit": " ".join(sorted({str(r.info.get("commit")) for r in needed(claim, groups)})),
     }
 
 
@@ -153,6 +155,18 @@ def needed(claim: Claim, groups: Groups) -> list[Run]:
     return [run for name in groups if name in names for run in groups[name]]
 
 
+def refuse_one_seed(claim: Claim, spec: Spec, groups: Groups) -> None:
+    """An interval needs seeds, and seeds that are compared must be the same ones."""
+    for part in claim.parts:
+        names = [n for n in (part.left, part.right) if isinstance(n, str) and n not in spec.once]
+        counts = {len(groups[n]) for n in names}
+        if len(counts) > 1 or counts == {1}:
+            raise ConfigError(
+                f"claim {claim.id} compares {' and '.join(names)} over {sorted(counts)} seeds: "
+                "raise `seeds`, or list under `once` what one seed settles"
+            )
+
+
 def key(claim: Claim, groups: Groups) -> str:
     """What the verdict rests on: the claim's wording and the identity of its runs."""
     runs = [f"{run.config.digest()} {run.config.seed}" for run in needed(claim, groups)]
@@ -166,6 +180,7 @@ def judge_spec(
     rows = []
     for claim in claims_of(spec):
         new, old = row(claim, groups), known.get(claim.id, {})
+        refuse_one_seed(claim, spec, groups)
         if all(run.done for run in needed(claim, groups)):
             new = judge(claim, groups)
         # The same numbers from another commit are no news; without runs the old ones stand.

@@ -93,7 +93,13 @@ def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
     return {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
 
 
+def choices_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
+OmegaConf.register_new_resolver("root", lambda: str(ROOT), replace=True)
+OmegaConf.register_new_resolver("choices", lambda group: " ".join(choices_of(group)), replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -127,10 +133,19 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
     refuse_missing(cfg)
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
-    values["results"] = ROOT / values["results"]
+    values["results"] = results_folder(values["results"])
     config = Config.model_validate(values)
     check_ranges(config.optimizer)
     return config
+
+
+def results_folder(given: Any) -> Path:
+    """Where the user said, as seen from where the user stands; else results/ beside conf/."""
+    if given is None:
+        return ROOT / "results"
+    if not str(given).strip():
+        raise ConfigError("results= is empty: name a folder, or leave it out")
+    return Path(str(given)).expanduser().absolute()
 
 
 def refuse_missing(cfg: DictConfig) -> None:
@@ -146,7 +161,7 @@ def refuse_missing(cfg: DictConfig) -> None:
 # an optimizer refuses is reported in its own words.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda x: x >= 0, "a number that is 0 or more"),
-    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1]"),
+    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1)"),
     "eps": (lambda x: x >= 0, "a number that is 0 or more"),
     "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
     "n": (lambda x: x >= 1, "a whole number that is 1 or more"),
@@ -207,7 +222,8 @@ def find(path: str, key: str) -> Any:
 
 def type_hints(target: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        function = target.__init__ if inspect.isclass(target) else target
+        return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError):  # a hint that only its own module's type checker can read
         return {}
 
@@ -235,6 +251,12 @@ def one_line_errors() -> Iterator[None]:
         raise ConfigError(f"{key}={value} is refused: {problem['msg'].lower()}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(str(error))) from error
+    except ValueError as error:
+        if "Config group override" not in str(error):
+            raise
+        raise ConfigError(
+            "experiment, optimizer, scale and tracking cannot be null: name one of their files"
+        ) from error
 
 
 def explain(text: str) -> str:
@@ -245,13 +267,11 @@ def explain(text: str) -> str:
         return f"{group}={choice} is unknown: choose one of {', '.join(choices_of(group))}"
     unknown_key = re.search(r"Could not override '([^']+)'", text)
     if unknown_key:
-        return f"{unknown_key.group(1)} is an unknown key{guess(unknown_key.group(1))}"
+        key = unknown_key.group(1)
+        add = f" (+{key}=… adds a key that its class takes)" if "." in key else ""
+        return f"{key} is an unknown key{guess(key)}{add}"
     line = " ".join(text.split("\n")[0].split())
     return f"cannot read an argument: {line}" if "override_grammar" in text else line
-
-
-def choices_of(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def known_keys() -> str:

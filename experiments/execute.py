@@ -25,7 +25,8 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
     device = pick_device(config.device)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
-    announce(f"{size_of(config)}, {config.steps:,} steps: {shown(run.folder)}")
+    length = "" if task.ends else f", {config.steps:,} steps"
+    announce(f"{size_of(config)}{length}: {shown(run.folder)}")
     with Record(run.folder, config, run.command(), figures_using(run)) as record:
         record.status = train(
             task,
@@ -66,12 +67,14 @@ def pick_device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={wanted} is not to be had: torch sees no GPU; use device=cpu")
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps is not to be had: torch sees no Apple GPU; use device=cpu")
     return torch.device(wanted)
 
 
 def execute_all(runs: Sequence[Run], title: str) -> None:
     """Train what is missing, one after the other, and show how far it is."""
-    missing = [run for run in runs if not run.done]
+    missing = [run for run in runs if run.config.force or not run.done]
     ready = f", {len(runs) - len(missing)} are there already" if len(missing) < len(runs) else ""
     print(f"{title}: {len(missing)} runs to train at {size_of(runs[0].config)}{ready}", flush=True)
     for run in progress(missing, desc=title, unit="run"):

@@ -130,7 +130,8 @@ def curves(ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best")
     parts = []
     for group in groups:
         table = group.table(metric)
-        middle, spread = table.mean(axis=1), table.std(axis=1).fillna(0)
+        # Where a run has ended early the mean of the others would be flattery: the line ends.
+        middle, spread = table.mean(axis=1, skipna=False), table.std(axis=1).fillna(0)
         ax.plot(middle.index, middle, label=group.label, lw=1.4, **group.style)
         ax.fill_between(
             middle.index,
@@ -140,8 +141,10 @@ def curves(ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best")
             lw=0,
             color=group.style["color"],
         )
-        if any(run.status == "diverged" for run in group.runs):
-            ax.plot(middle.index[-1:], middle[-1:], "x", ms=8, mew=2, color=group.style["color"])
+        for run in group.runs:
+            if run.status == "diverged":
+                end = table[run.config.seed].dropna()[-1:]
+                ax.plot(end.index, end, "x", ms=8, mew=2, color=group.style["color"])
         parts.append(
             pd.DataFrame(
                 {
@@ -168,8 +171,9 @@ def heatmap(
     where: str | None = None,
     where_label: str = "",
     centered: bool = False,
+    middle: str = "mean",
 ) -> pd.DataFrame:
-    """A metric over β1 (x) and β2 (y), mean over the seeds.
+    """A metric over β1 (x) and β2 (y), the `middle` (mean or median) over the seeds.
 
     `contours` names a second metric, drawn as lines over the first; cells in which the metric
     `where` is 0 are grey; `centered` makes 0 the middle of the colours and draws its line.
@@ -177,7 +181,7 @@ def heatmap(
     (group,) = groups
     wanted = [name for name in (metric, contours, where) if name]
     cells = pd.concat([run.metrics() for run in group.runs])
-    table = cells.groupby(["beta2", "beta1"])[wanted].mean().reset_index()
+    table = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
     x, y, z = grid_of(table, metric)
     if where:
         z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)

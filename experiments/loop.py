@@ -34,7 +34,7 @@ def train(
             task.after_step()
             done += step.size
             bar.update(step.size)
-            if done % log_every and done < steps:
+            if done // log_every == (done - step.size) // log_every and done < steps:
                 continue
             metrics = task.evaluate() | {name: float(loss) for name, loss in losses.items()}
             record.log(done, metrics)
@@ -42,4 +42,6 @@ def train(
                 return "diverged"
             if done >= steps:
                 return "finished"
+    if task.ends:
+        return "finished"
     raise RuntimeError(f"{type(task).__name__}.steps() ended after {done} of {steps} steps")

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
 
-from experiments.config import ROOT, Config, Tracking
+from experiments.config import ROOT, Config, ConfigError, Tracking
 
 if TYPE_CHECKING:
     import wandb
 
+FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
 METRICS, INFO = "metrics.csv", "run.json"
 COLUMNS = ("step", "metric", "value")
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
@@ -49,13 +50,16 @@ class Record:
         self.status = "interrupted"
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.started = time.time()
-        self.write_info("running")
-        self.file = (self.folder / METRICS).open("w", newline="")
+        self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not is_final(self.folder):
+            self.write_info("running")
+        # A draft of its own: a finished record stays whole until another one is finished.
+        self.draft = self.folder / f".{METRICS}.{os.getpid()}"
+        self.file = self.draft.open("w", newline="")
         self.rows = csv.writer(self.file, lineterminator="\n")
         self.rows.writerow(COLUMNS)
-        self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
         return self
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -73,7 +77,11 @@ class Record:
         self.file.close()
         if isinstance(error, Exception):
             self.status = "failed"
-        self.write_info(self.status, error=repr(error) if error else None)
+        if self.status in FINAL or not is_final(self.folder):
+            self.draft.replace(self.folder / METRICS)
+            self.write_info(self.status, error=repr(error) if error else None)
+        else:
+            self.draft.unlink()
         self.mirror.finish(failed=self.status != "finished")
 
     def write_info(self, status: str, error: str | None = None) -> None:
@@ -90,6 +98,10 @@ class Record:
             "config": self.config.model_dump(mode="json", exclude={"results"}),
         }
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+
+
+def is_final(folder: Path) -> bool:
+    return read_info(folder).get("status") in FINAL
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -192,7 +204,10 @@ class Mirror:
             return cls(wandb.init(mode=mode, **settings))
         except wandb.errors.Error as error:
             if tracking.mode == "online":
-                raise
+                raise ConfigError(
+                    f"tracking=online: W&B says: {error}; log in with `wandb login`, "
+                    "or use tracking=offline"
+                ) from error
             print(f"W&B cannot be reached ({error}); this run is kept offline", file=sys.stderr)
             return cls(wandb.init(mode="offline", **settings))
 
@@ -222,7 +237,10 @@ def decide_mode(wanted: str) -> Any:
         return wanted
     asked = os.environ.get("WANDB_MODE")
     if asked:
-        return "off" if asked in ("disabled", "dryrun") else asked
+        modes = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
+        if asked not in modes:
+            raise ConfigError(f"WANDB_MODE={asked} is unknown: use one of {', '.join(modes)}")
+        return modes[asked]
     return "online" if logged_in() else "offline"
 
 

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from experiments import record
 from experiments.config import CONF, Config, ConfigError, compose, one_line_errors
 
-FINAL = ("finished", "diverged")
 NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
 
@@ -49,7 +48,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        return self.status in FINAL
+        return record.is_final(self.folder)
 
     def metrics(self) -> pd.DataFrame:
         return record.read_metrics(self.folder)
@@ -68,7 +67,8 @@ class Run:
             plain = {}
         values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
-        given = [f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in changed.items()]
+        plus = {k: "" if k in plain else "++" for k in changed}
+        given = [f"{plus[k]}{k}={json.dumps(v, separators=(',', ':'))}" for k, v in changed.items()]
         return shlex.join(["python", "run.py", *names, *given, f"seed={c.seed}"])
 
     def with_seed(self, seed: int) -> Run:
@@ -82,7 +82,7 @@ class Spec(BaseModel):
     title: str
     note: str = ""
     seeds: PositiveInt
-    once: list[str] = []  # runs without randomness: one seed is all there is
+    once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
     runs: dict[str, list[str]]
     panels: list[dict[str, Any]] = []

@@ -43,6 +43,8 @@ class Stretch:
 class Task(ABC):
     """A problem: who plays, how a step goes, how it is judged."""
 
+    ends: ClassVar[bool] = False  # whether steps() stops by itself, before `steps` are done
+
     @abstractmethod
     def players(self) -> dict[str, list[torch.nn.Parameter]]:
         """Name → parameters; each player gets an optimizer of its own."""
@@ -52,7 +54,7 @@ class Task(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[Step | Stretch]:
-        """Steps without end; the loop stops when the run is long enough."""
+        """Steps without end, unless the problem ends; the loop stops when they are enough."""
 
     def after_step(self) -> None:  # noqa: B027 (most problems have no feasible set)
         """Bring the parameters back into the feasible set."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PositiveInt
 from threadpoolctl import threadpool_limits
 
 from adashift import theory
@@ -45,12 +46,14 @@ def movement(optimizer: torch.optim.Optimizer, betas: Array, g: Array, skip: int
         return -(np.stack(step_size) @ np.stack(m).T) / len(g)
 
 
-def draw(problem: Problem, count: int, streams: int, rng: np.random.Generator) -> Array:
+def draw(problem: Problem, count: int, streams: PositiveInt, rng: np.random.Generator) -> Array:
     return np.stack([problem.gradients(0, count, rng) for _ in range(streams)])
 
 
 class GridTask(RowTask):
-    """Rows are cells of the grid, or values of C."""
+    """Rows are cells of the grid, or values of C; after the last one the record ends."""
+
+    ends = True
 
     def __init__(self, betas: int, seed: int) -> None:
         super().__init__(seed)
@@ -69,10 +72,7 @@ class GridTask(RowTask):
     def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
         if self.pending is None:
             self.pending = self.rows(optimizer)
-        row = next(self.pending, None)
-        if row is None:
-            raise ValueError("the record has fewer rows than `steps` asks for")
-        return row
+        return next(self.pending)
 
     def cells(self, **columns: Array) -> Iterator[Row]:
         """A row per cell; a column has no value where it is NaN."""
@@ -88,14 +88,15 @@ class FinalTheta(GridTask):
     def __init__(
         self,
         problem: Problem,
-        updates: int,
-        streams: int,
+        updates: PositiveInt,
+        streams: PositiveInt,
         betas: int,
         seed: int,
         device: torch.device,
     ) -> None:
         super().__init__(betas, seed)
         self.problem, self.updates, self.streams = problem, updates, streams
+        self.count = betas**2
 
     def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Row]:
         g = draw(self.problem, self.updates, self.streams, self.rng)
@@ -115,9 +116,9 @@ class CriticalC(GridTask):
         smallest: int,
         dense: int,
         largest: int,
-        updates: int,
-        burn_in: int,
-        streams: int,
+        updates: PositiveInt,
+        burn_in: NonNegativeInt,
+        streams: PositiveInt,
         betas: int,
         seed: int,
         device: torch.device,
@@ -126,6 +127,7 @@ class CriticalC(GridTask):
         self.problem, self.theory = problem, theory
         self.values = integers(smallest, dense, largest)
         self.updates, self.burn_in, self.streams = updates, burn_in, streams
+        self.count = len(self.values) + betas**2
         longest = problem(float(self.values[-1])).period
         if updates - burn_in < longest:
             raise ValueError(

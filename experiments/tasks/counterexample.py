@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from adashift.trajectory import Array, Chain, Moments, NotLinear, chain_of, walk
 from experiments.task import Step, Stretch, Task
@@ -22,6 +25,8 @@ class Sequential:
     def __post_init__(self) -> None:
         if self.d < 1:
             raise ValueError(f"d is {self.d}; an epoch needs at least 1 step")
+        if self.C <= 0:
+            raise ValueError(f"C is {self.C}; the large gradient must be positive")
 
     @property
     def period(self) -> int:
@@ -69,21 +74,24 @@ class Trajectory(Task):
 
     An optimizer that is a chain of linear filters takes a block at once; any other one is stepped.
     The metrics of a block: the mean θ and the last one, the mean v and step size that were used,
-    and, on a bounded set, the average regret so far and its excess over ε2 of Theorem 1.
+    and, on a bounded set, the average regret so far, the same as a share of that of the worst θ,
+    and its excess over the bound ε2 of Theorem 1.
     """
 
     def __init__(
         self,
         problem: Problem,
-        block: int,
-        warm_up: int,
+        block: PositiveInt,
+        warm_up: NonNegativeInt,
         bounds: tuple[float, float] | None,
         seed: int,
         device: torch.device,
+        length: PositiveInt | None = None,
     ) -> None:
         if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
             raise ValueError(f"bounds are {list(bounds)}; they must enclose the start, 0")
         self.problem, self.block, self.warm_up, self.bounds = problem, block, warm_up, bounds
+        self.length = length
         self.rng = generator(seed)
         self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64, device=device))
         self.t = 0
@@ -95,17 +103,19 @@ class Trajectory(Task):
         return {"theta": [self.theta]}
 
     def steps(self) -> Iterator[Stretch]:
-        while True:
-            yield Stretch("theta", self.take_block, self.block)
+        """Blocks; the last one is cut to the length of the run."""
+        for start in itertools.count(0, self.block):
+            left = self.block if self.length is None else min(self.block, self.length - start)
+            yield Stretch("theta", partial(self.take_block, count=left), left)
 
-    def take_block(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_block(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         if self.t == 0:
             self.chain = linear(optimizer)
             if self.warm_up:
                 self.move(optimizer, self.draw(self.warm_up))
                 self.theta.data.zero_()
         start = self.theta.item()
-        g = self.draw(self.block)
+        g = self.draw(count)
         path, moments = self.move(optimizer, g)
         self.note(start, path, g, moments)
 
@@ -141,10 +151,11 @@ class Trajectory(Task):
             )  # f_t is judged at θ_t, which g_t has not moved yet
             self.loss_sum += float((g * before).sum())
             self.gradient_sum += float(g.sum())
-            best = min(bound * self.gradient_sum for bound in self.bounds)
+            best, worst = sorted(bound * self.gradient_sum for bound in self.bounds)
             self.metrics["regret"] = (self.loss_sum - best) / (self.t - self.warm_up)
+            self.metrics["relative_regret"] = (self.loss_sum - best) / (worst - best)
             if moments is not None:
-                epsilon2 = moments.step_size.max() * np.abs(g).max() ** 2
+                epsilon2 = moments.step_size.max() * max(self.problem.C, 1.0) ** 2
                 self.metrics["excess"] = self.metrics["regret"] - epsilon2
 
     def evaluate(self) -> dict[str, float]:

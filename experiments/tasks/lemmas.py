@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from pydantic import PositiveInt
 from scipy.stats import spearmanr
 
 from adashift import theory
@@ -33,6 +34,8 @@ class RandomCases(RowTask):
         super().__init__(seed)
 
     def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer) is not torch.optim.Adam or optimizer.defaults["amsgrad"]:
+            raise ValueError("the lemmas speak of Adam: use optimizer=adam")
         chain_with(optimizer, 0.5, 0.5)
 
     def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
@@ -128,9 +131,9 @@ class NetUpdate(RowTask):
     def __init__(
         self,
         problem: Stochastic,
-        burn_in: int,
-        length: int,
-        couples: int,
+        burn_in: PositiveInt,
+        length: PositiveInt,
+        couples: PositiveInt,
         seed: int,
         device: torch.device,
     ) -> None:

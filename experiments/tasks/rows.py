@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 
@@ -21,6 +22,7 @@ class RowTask(Task):
         self.rng = generator(seed)
         self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.row: Row = {}
+        self.count: int | None = None  # of rows, where they come to an end
 
     @abstractmethod
     def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -40,8 +42,8 @@ class RowTask(Task):
             raise ValueError(f"this experiment needs a chain of filters: {error}") from error
 
     def steps(self) -> Iterator[Stretch]:
-        while True:
-            yield Stretch("theta", self.take_row)
+        step = Stretch("theta", self.take_row)
+        return itertools.repeat(step) if self.count is None else itertools.repeat(step, self.count)
 
     def take_row(self, optimizer: torch.optim.Optimizer) -> None:
         self.row = self.next_row(optimizer)

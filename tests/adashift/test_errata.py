@@ -677,6 +677,17 @@ def test_E15_the_linear_example_has_no_minimiser():
     assert end < half < settled < 0
 
 
+def test_E15_the_bound_can_be_kept_by_going_the_wrong_way():
+    C, d, alpha, theta, regret = 20, 20, 0.001, 0.0, 0.0
+    gradients = epochs_of(C, d, 20_000)
+    for g in gradients:
+        regret += g * theta - g * -1  # θ* = -1
+        theta = min(1.0, max(-1.0, theta - alpha * g / abs(g)))  # β1 = β2 = 0: m = g, v = g²
+    average, epsilon2 = regret / len(gradients), alpha / 1 * C**2  # √v is at least 1
+    assert average == pytest.approx(0.1, abs=5e-4)  # 2/d: the worst there is
+    assert average < epsilon2 == pytest.approx(0.4)
+
+
 def test_E15_figure_1b_turns_by_beta2_alone():
     for beta1, beta2, wrong_way in [(0.9, 0.999, True), (0.9, 0.9999, False)]:
         assert (FIGURE_1.drift(beta1, beta2) > 0) == wrong_way

@@ -21,6 +21,8 @@ class FakeRun:
     seed: int = 0
     done: bool = True
     folder: str = "somewhere"
+    status: str = "finished"
+    info: dict = field(default_factory=lambda: {"commit": "abc"})
     config: SimpleNamespace = field(init=False)
 
     def __post_init__(self):
@@ -56,11 +58,18 @@ def verdict(relation, left, right, margin=0.0):
         ("near", [0.01, -0.01, 0.0], "holds"),
         ("near", [3, 2, 2.5], "fails"),
         ("near", [0.05, 0.15, 0.1], "inconclusive"),
-        ("below", [np.nan, -1, -1], "inconclusive"),
     ],
 )
 def test_verdicts_over_seeds(relation, left, expected):
     assert verdict(relation, left, [0, 0, 0], margin=0.1 if relation == "near" else 0) == expected
+
+
+def test_a_run_that_diverged_is_not_taken_at_its_last_number():
+    runs = group(-5, -5.1, -5.2)
+    below = claim({"left": "a", "relation": "below"})
+    assert judge(below, {"a": runs})["verdict"] == "holds"
+    runs[2].status = "diverged"
+    assert judge(below, {"a": runs})["verdict"] == "inconclusive"
 
 
 def test_a_margin_must_be_passed_by_the_whole_interval():
@@ -106,11 +115,29 @@ def test_unknown_names_are_refused():
         judge(claim({"left": "a", "relation": "below"}, metric="y"), groups)
 
 
+def test_one_seed_is_no_evidence_unless_it_settles_the_matter():
+    once = spec()
+    assert judge_spec(once, {"a": group(-1)}, {})[0]["verdict"] == "holds"
+    random = once.model_copy(update={"once": []})
+    with pytest.raises(ConfigError, match="raise `seeds`"):
+        judge_spec(random, {"a": group(-1)}, {})
+    assert judge_spec(random, {"a": group(-1, -1.1)}, {})[0]["verdict"] == "holds"
+
+
+def test_the_same_numbers_from_another_commit_change_nothing():
+    (first,) = judge_spec(spec(), {"a": group(-1)}, {})
+    later = group(-1)
+    later[0].info["commit"] = "def"
+    assert judge_spec(spec(), {"a": later}, {"F1": first}) == [first]
+    assert judge_spec(spec(), {"a": later}, {})[0]["commit"] == "def"
+
+
 def spec(text="so it is"):
     about = {"id": "F1", "place": "here", "text": text, "metric": "x"}
     return Spec(
         title="t",
         seeds=1,
+        once=["a"],
         runs={},
         claims=[about | {"parts": [{"left": "a", "relation": "below"}]}],
     )

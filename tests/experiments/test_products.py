@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -33,7 +34,7 @@ def test_every_pair_of_conf_runs(results, experiment, optimizer):
     run = Run(compose([*pair, "scale=smoke", f"results={results}", "tracking=off"]))
     assert execute(run) == "finished"
     metrics = run.metrics()
-    assert metrics["step"].iloc[-1] == run.config.steps and len(metrics.columns) > 1
+    assert len(metrics.columns) > 1 and 1 <= metrics["step"].iloc[-1] <= run.config.steps
 
 
 @pytest.mark.parametrize("name", [path.stem for path in specs("figure")])
@@ -58,6 +59,24 @@ def test_the_csv_holds_what_is_plotted(results):
     row = table[table["curve"].str.startswith("AdaShift")].iloc[-1]
     assert row["mean"] == pytest.approx(sum(ends) / len(ends)) and row["n"] == len(ends) == 10
     assert row["sd"] == pytest.approx(pd.Series(ends).std())
+
+
+def test_a_scale_that_was_asked_for_does_not_replace_the_usual_product(results):
+    config = compose(["experiment=counterexample_stochastic", f"results={results}"])
+    names = {}
+    for scale, cpu_scale in product(["paper", "laptop", "smoke"], ["paper", "laptop"]):
+        run = Run(config.model_copy(update={"scale": scale, "cpu_scale": cpu_scale}))
+        names[scale, cpu_scale] = cli.place({"a": [run]}, "figures/figure-01").name
+    assert names["paper", "paper"] == names["laptop", "laptop"] == "figure-01"
+    assert names["laptop", "paper"] == "figure-01-laptop"
+    assert names["smoke", "paper"] == "figure-01-smoke"
+
+
+def test_force_trains_the_runs_of_a_figure_again(results, capsys):
+    ask(results, "figure", "8")
+    capsys.readouterr()
+    ask(results, "figure", "8", "force=true")
+    assert "13 runs to train" in capsys.readouterr().out
 
 
 def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
@@ -127,7 +146,9 @@ def test_status_names_the_commands_of_missing_runs(tmp_path, capsys):
         (["figure"], "which figure"),
         (["table", "1"], "table 1 is not built yet"),
         (["table", "10"], "tables 1 to 9"),
-        (["figure", "1", "seeed=3"], "did you mean seed"),
+        (["figure", "²"], "figures 1 to 24"),
+        (["figure", "1", "seed=3"], "run.py makes any other run"),
+        (["figure", "1", "steps=500"], "only scale, tracking"),
     ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path, words, message):
@@ -177,6 +198,9 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
         (["optimizer.betas=[1.2,0.9]"], "optimizer.betas=[1.2, 0.9] is refused"),
         (["experiment=lemma_2", "optimizer=sgd"], "optimizer.lr has no value"),
         (["optimizer.phi=median"], "phi is 'median'"),
+        (["task.block=0"], "task.block=0"),
+        (["experiment=lemma_2", "optimizer=adashift", "optimizer.lr=1"], "use optimizer=adam"),
+        (["experiment=net_update_factor", "+optimizer.weight_decay=0.1"], "weight_decay"),
         (["-m", "seed=-1,2"], "seed=-1 is refused"),
     ],
 )
@@ -185,6 +209,25 @@ def test_run_py_refuses_in_one_line_and_leaves_nothing(tmp_path, words, message)
     assert out.returncode == 1 and out.stdout == ""
     assert out.stderr.count("\n") == 1 and message in out.stderr
     assert not (tmp_path / "results").exists()
+
+
+def test_a_results_folder_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    out = command("run.py", "scale=smoke", f"results={tmp_path / 'file'}")
+    assert out.returncode == 1 and "Traceback" not in out.stderr
+    assert out.stderr.startswith("error: ") and str(tmp_path / "file") in out.stderr
+
+
+def test_run_py_works_from_anywhere(tmp_path):
+    out = command(str(ROOT / "run.py"), "scale=smoke", "results=here", "tracking=off", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert len(list(tmp_path.glob("here/runs/*/*/*/metrics.csv"))) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+
+
+def test_the_help_lists_the_choices():
+    out = command("run.py", "--help").stdout
+    assert "counterexample_stochastic" in out and "spatial_only" in out and "_style" not in out
 
 
 def test_run_py_sweeps(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import record as records
-from experiments.config import Tracking, compose
+from experiments.config import ConfigError, Tracking, compose
 from experiments.execute import execute
 from experiments.record import Record, decide_mode, logged_in, read_info, read_metrics
 from experiments.runs import Run
@@ -64,6 +64,45 @@ def test_half_a_run_json_counts_as_missing(tmp_path):
     assert run.status == "missing" and not run.done
 
 
+def test_a_finished_record_survives_a_second_try_that_fails(tmp_path):
+    run = request(tmp_path)
+    execute(run)
+    before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
+    with pytest.raises(KeyboardInterrupt), Record(run.folder, run.config) as record:
+        record.log(1, {"theta": 0.0})
+        raise KeyboardInterrupt
+    assert before == {p.name: p.read_bytes() for p in run.folder.iterdir()}
+
+
+def test_nothing_is_written_when_wandb_refuses(tmp_path, monkeypatch):
+    def refuse(**settings):
+        raise wandb.errors.UsageError("no API key")
+
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="wandb login"):
+        execute(request(tmp_path, "tracking=online"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_auto_tracking_falls_back_to_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    real = wandb.init
+
+    def no_network(mode, **settings):
+        if mode == "online":
+            raise wandb.errors.CommError("no network")
+        return real(mode=mode, **settings)
+
+    monkeypatch.setattr(wandb, "init", no_network)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert execute(request(tmp_path, "tracking=auto")) == "finished"
+    assert "kept offline" in capsys.readouterr().err
+    assert offline_file(tmp_path)
+
+
 def test_the_same_command_gives_the_same_bytes(tmp_path):
     first, second = (request(tmp_path / name) for name in ("a", "b"))
     for run in (first, second):
@@ -94,7 +133,7 @@ def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
 
 
 def read_wandb(path: Path) -> list:
-    """The records of a .wandb file, by W&B's own message class.
+    """The records of a .wandb file, by W&B's own message class (it ships no reader for Python).
 
     The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB with pieces of records,
     each piece led by checksum, length and kind (1 whole, 2 first, 3 middle, 4 last).
@@ -186,8 +225,12 @@ def test_a_key_in_the_netrc_file_counts_as_logged_in(monkeypatch, tmp_path):
 
 
 def test_the_environment_of_wandb_is_respected(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert decide_mode("auto") == "off"
+    for asked, mode in [("disabled", "off"), ("dryrun", "offline"), ("online", "online")]:
+        monkeypatch.setenv("WANDB_MODE", asked)
+        assert decide_mode("auto") == mode
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(ConfigError, match="WANDB_MODE=nonsense"):
+        decide_mode("auto")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     assert decide_mode("auto") == "offline"

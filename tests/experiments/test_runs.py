@@ -23,6 +23,7 @@ def test_the_command_of_a_run_makes_that_run():
         STOCHASTIC,
         [*STOCHASTIC, "optimizer.betas=[0.9,0.999]", "seed=3"],
         [*STOCHASTIC, "task.bounds=[-1,1]", "steps=500"],
+        [*STOCHASTIC, "+optimizer.weight_decay=0.1"],
         ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
     ):
         run = Run(compose(overrides))

@@ -325,8 +325,7 @@ def test_critical_c_of_the_simulation_is_that_of_the_theory():
 
 def test_a_grid_task_ends_with_its_last_row():
     task = FinalTheta(Sequential(6, 6), updates=10, streams=1, betas=2, seed=0, device=CPU)
-    with pytest.raises(ValueError, match="fewer rows"):
-        rows_of(task, Adam, 5)
+    assert len(rows_of(task, Adam, 4)) == len(list(task.steps())) == 4
 
 
 MEASURED = [
@@ -418,6 +417,7 @@ def slightly_off(formula, *arguments, **options):
     return values * factor
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")  # AdaShift starts with v = 0
 @pytest.mark.parametrize(
     ("lemma", "make", "metric"),
     [(Lemma2, partial(AdaShift, n=1), "v_error"), (Lemma3, partial(AdaShift, n=1), "error")],
