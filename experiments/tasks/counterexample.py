@@ -146,17 +146,21 @@ class Trajectory(Task):
         if moments is not None:
             self.metrics |= {"v": moments.v.mean(), "step_size": moments.step_size.mean()}
         if self.bounds is not None:
-            before = np.append(
-                start, path[:-1]
-            )  # f_t is judged at θ_t, which g_t has not moved yet
+            before = np.append(start, path[:-1])  # f_t is judged before g_t has moved θ_t
             self.loss_sum += float((g * before).sum())
             self.gradient_sum += float(g.sum())
-            best, worst = sorted(bound * self.gradient_sum for bound in self.bounds)
-            self.metrics["regret"] = (self.loss_sum - best) / (self.t - self.warm_up)
-            self.metrics["relative_regret"] = (self.loss_sum - best) / (worst - best)
-            if moments is not None:
-                epsilon2 = moments.step_size.max() * max(self.problem.C, 1.0) ** 2
-                self.metrics["excess"] = self.metrics["regret"] - epsilon2
+            self.metrics |= self.regrets(self.bounds, moments)
+
+    def regrets(self, bounds: tuple[float, float], moments: Moments | None) -> dict[str, float]:
+        best, worst = sorted(bound * self.gradient_sum for bound in bounds)
+        regret = (self.loss_sum - best) / (self.t - self.warm_up)
+        found = {"regret": regret}
+        if worst > best:
+            found["relative_regret"] = (self.loss_sum - best) / (worst - best)
+        if moments is not None:
+            epsilon2 = moments.step_size.max() * max(self.problem.C, 1.0) ** 2
+            found["excess"] = regret - epsilon2
+        return found
 
     def evaluate(self) -> dict[str, float]:
         return dict(self.metrics)

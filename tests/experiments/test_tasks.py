@@ -646,3 +646,9 @@ def test_a_task_without_state_refuses_one():
     task.load_state_dict(task.state_dict())
     with pytest.raises(ValueError, match=r"TwoPlayers keeps no state, but got \['order'\]"):
         task.load_state_dict({"order": 1})
+
+
+def test_regret_where_every_theta_is_as_good_as_the_next():
+    """C = d − 1: the gradients of an epoch cancel, so there is no worst θ to compare with."""
+    rows = rows_of(trajectory(Sequential(5, 6), block=12, bounds=BOX), Adam, 2)
+    assert "relative_regret" not in rows[0] and np.isfinite(rows[0]["regret"])
