@@ -56,8 +56,10 @@ class Filter:
     state: Array | None = None
 
     def __call__(self, x: Array) -> Array:
+        order = max(len(self.a), len(self.b)) - 1
+        if order == 0:
+            return self.b[0] * x
         if self.state is None:
-            order = max(len(self.a), len(self.b)) - 1
             self.state = np.zeros((*x.shape[:-1], order))
         y, self.state = lfilter(self.b, self.a, x, zi=self.state)
         return y
@@ -65,6 +67,8 @@ class Filter:
 
 def moving_average(beta: float, delay: int = 0) -> Filter:
     """y_t = β y_{t−1} + (1−β) x_{t−delay}."""
+    if beta == delay == 0:
+        return Filter([1.0], [1.0])
     return Filter([0.0] * delay + [1 - beta], [1.0, -beta])
 
 
