@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from scipy import stats
+from scipy.special import stdtrit
 
 from experiments.config import ConfigError, one_line_errors
 from experiments.record import write_text
@@ -101,7 +101,7 @@ def interval(difference: NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the mean (Student's t); a point if there is nothing that varies."""
     n, middle = len(difference), float(difference.mean())
     error = float(difference.std(ddof=1)) / n**0.5 if n > 1 else 0.0
-    half = float(stats.t.ppf(0.975, n - 1)) * error if error > 0 else 0.0
+    half = float(stdtrit(n - 1, 0.975)) * error if error > 0 else 0.0
     return middle - half, middle + half
 
 
