@@ -1,5 +1,6 @@
 """AdaShift (Zhou et al., ICLR 2019) as a torch optimizer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from math import inf, nan
 from numbers import Integral, Real
@@ -73,7 +74,7 @@ def check_count(name: str, x: Any, high: float, cure: str) -> int:
     return int(x)
 
 
-class PerParameter(Optimizer):
+class PerParameter(Optimizer, ABC):
     """A rule that treats each parameter alone. Subclasses write `_check` and `_update`.
 
     All options live in param_groups and `state` holds ints and tensors only, so that pickle,
@@ -115,11 +116,13 @@ class PerParameter(Optimizer):
             )
 
     @staticmethod
+    @abstractmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The options in plain types, or a ValueError."""
 
+    @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Move p by the rule."""
 
 
 class AdaShift(PerParameter):
