@@ -1,7 +1,8 @@
 """AdaShift (Zhou et al., ICLR 2019) as a torch optimizer."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import inf, nan
 from numbers import Integral, Real
 from typing import Any
@@ -10,43 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from adashift.spatial import Phi, get_phi, zero_v
-
-
-def window_weights(beta1: float, m: int) -> list[float]:
-    """The weights of g_t, g_{t-1}, ..., g_{t-m+1} in m_t: β1^i over their sum.
-
-    >>> window_weights(0.5, 2)
-    [0.6666666666666666, 0.3333333333333333]
-    """
-    total = sum(beta1**i for i in range(m))
-    return [beta1**i / total for i in range(m)]
-
-
-def adashift_step(
-    window: Sequence[Tensor],
-    g_shifted: Tensor,
-    v: Tensor,
-    k: int,
-    *,
-    alpha: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    phi: Phi,
-) -> tuple[Tensor, Tensor]:
-    """One update of one block: returns θ_t - θ_{t+1} and v_t.
-
-    window holds g_t, g_{t-1}, ... (newest first), g_shifted is g_{t-n} and k = t - n.
-    """
-    beta1, beta2 = betas
-    weights = window_weights(beta1, len(window))
-    # A weight of 0 must drop its gradient: 0 * inf is NaN.
-    terms = (w * g for w, g in zip(weights, window, strict=True) if w > 0)
-    m = sum(terms, start=torch.zeros_like(window[0]))
-    v = beta2 * v + (1 - beta2) * get_phi(phi)(g_shifted**2)  # sees g_{t-n}, never g_t
-    step = alpha * m / ((v / (1 - beta2**k)).sqrt() + eps)
-    # Without a gradient scale, dividing by eps would give steps of lr * 1e8. NaN is not hidden.
-    return torch.where(v == 0, 0.0, step), v
+from adashift.spatial import Phi, get_phi, phi_of_square, zero_v
+from adashift.window import Terms, push
 
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
@@ -78,8 +44,7 @@ class PerParameter(Optimizer, ABC):
     """A rule that treats each parameter alone. Subclasses write `_check` and `_update`.
 
     All options live in param_groups and `state` holds ints and tensors only, so that pickle,
-    deepcopy and torch.load(weights_only=True) lose nothing. State tensors are replaced, never
-    written to: load_state_dict shares them with the dict that it loads.
+    deepcopy and torch.load(weights_only=True) lose nothing.
     """
 
     def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
@@ -101,6 +66,19 @@ class PerParameter(Optimizer, ABC):
                     self._refuse_unsupported(p.grad)
                     self._update(p, p.grad, self.state[p], group)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint; every tensor is copied and keeps its dtype.
+
+        torch would cast state to the parameter's dtype and share its memory with the dict.
+        """
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.detach().to(p.device, copy=True)
 
     def _refuse_unsupported(self, g: Tensor) -> None:
         name = type(self).__name__
@@ -134,7 +112,8 @@ class AdaShift(PerParameter):
         v_t     = β2 v_{t-1} + (1 - β2) φ(g_{t-n}²)
         θ_{t+1} = θ_t - lr m_t / (√(v_t / (1 - β2^(t-n))) + eps)
 
-    A parameter does not move during its first n gradients, nor where v_t is still 0.
+    A parameter does not move during its first n gradients, nor where v_t is still 0: without a
+    scale of gradients, dividing by eps would give steps of lr · 1e8.
 
     Args:
         params: parameters or parameter groups; every option below can differ per group.
@@ -185,27 +164,33 @@ class AdaShift(PerParameter):
         }
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        n = group["n"]
+        n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
         if not state:
-            state.update(step=0, n=n, v=zero_v(group["phi"], g))
+            state.update(step=0, n=n, v=zero_v(phi, g))
         if state["n"] != n:
             raise RuntimeError(
                 f"n was changed from {state['n']} to {n} during training; the stored gradients "
                 "do not fit: build a new AdaShift, which starts with n steps without motion"
             )
         state["step"] = t = state["step"] + 1
-        g_shifted = state.get(f"g{t % n}")  # ring of n slots: g_t takes the place of g_{t-n}
-        state[f"g{t % n}"] = g.clone()
-        if g_shifted is None:  # t <= n
+        terms = push(state, g, t, beta1, group["m"] or n)
+        phi_old = state.get(f"phi{t % n}")  # φ(g_{t-n}²): all that v needs of an old gradient
+        state[f"phi{t % n}"] = phi_of_square(phi, g)
+        if phi_old is None:  # t <= n
             return
-        step, state["v"] = adashift_step(
-            [state[f"g{(t - i) % n}"] for i in range(group["m"] or n)],
-            g_shifted,
-            state["v"],
-            k=t - n,
-            alpha=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            phi=group["phi"],
-        )
-        p.sub_(step)
+        state["v"] = v = beta2 * state["v"] + (1 - beta2) * phi_old  # sees g_{t-n}, never g_t
+        correction = 1 - beta2 ** (t - n)
+        if v.dim() == 0 and v.device.type == "cpu":
+            v_hat = v.item() / correction
+            if v_hat != 0:
+                move(p, terms, float(group["lr"]) / (math.sqrt(v_hat) + group["eps"]))
+        else:
+            scale = group["lr"] / ((v / correction).sqrt() + group["eps"])
+            m = sum(weight * buffer for buffer, weight in terms)
+            p.sub_(torch.where(v == 0, 0.0, scale * m))  # NaN is not hidden
+
+
+def move(p: Tensor, terms: Terms, step_size: float) -> None:
+    """θ −= step size · m_t, without making m_t."""
+    for buffer, weight in terms:
+        p.add_(buffer, alpha=-step_size * weight)

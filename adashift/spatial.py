@@ -28,6 +28,19 @@ def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
     return PHI[phi]
 
 
+def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
+    """φ(g²), for the names without making g².
+
+    >>> phi_of_square("mean", torch.tensor([1.0, 3.0]))
+    tensor(5.)
+    """
+    if phi == "max":
+        return torch.linalg.vector_norm(g, torch.inf).square_()
+    if phi == "mean":
+        return torch.linalg.vector_norm(g).square_().div_(g.numel())
+    return get_phi(phi)(g**2)
+
+
 def zero_v(phi: Phi, g: Tensor) -> Tensor:
     """v_0 = 0, in the shape that φ gives for a gradient like g."""
     scale = get_phi(phi)(g**2)
