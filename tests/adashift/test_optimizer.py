@@ -397,7 +397,7 @@ def test_bad_options_are_refused_in_constructor_and_groups(options, message):
     assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", ["weight_decay", "keep_num", "reduce_func"])
+@pytest.mark.parametrize("name", ["keep_num", "reduce_func", "weigth_decay"])
 def test_unknown_arguments_are_refused(name):
     with pytest.raises(TypeError, match=name):
         AdaShift([torch.nn.Parameter(torch.zeros(1))], **{name: 1})
@@ -418,11 +418,108 @@ def test_sparse_gradients_are_refused():
         AdaShift(embedding.parameters()).step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
-def test_types_that_would_lose_v_are_refused(dtype):
-    p = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-    with pytest.raises(RuntimeError, match=f"{dtype}; AdaShift .* needs float32 or float64"):
-        feed(AdaShift([p]), p, torch.ones(2, dtype=dtype))
+# --- decay, direction, precision
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_decoupled_decay_shrinks_with_every_step_that_moves(phi):
+    n, lr, decay, gradients = 2, 0.1, 0.05, stream(9)
+    p = parameter(gradients[0])
+    opt = AdaShift([p], lr=lr, n=n, phi=phi, weight_decay=decay)
+    oracle = AdaShiftReference(p, lr=lr, n=n, phi=phi)
+    theta = p.detach().clone()
+    for t, g in enumerate(gradients, start=1):
+        before = oracle.theta.clone()
+        step = oracle.step(g) - before
+        theta = theta * (1 - lr * decay) + step if t > n else theta
+        close(feed(opt, p, g), theta)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_coupled_decay_is_part_of_the_gradient(phi):
+    gradients = stream(9)
+    p = parameter(gradients[0])
+    opt = AdaShift([p], lr=0.1, n=2, phi=phi, weight_decay=0.3, decoupled_weight_decay=False)
+    oracle = AdaShiftReference(p, lr=0.1, n=2, phi=phi)
+    for g in gradients:
+        decayed = g + 0.3 * p.detach()
+        close(feed(opt, p, g), oracle.step(decayed))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_maximize_climbs_and_leaves_the_gradient_alone(decoupled):
+    gradients = stream(9)
+    options = dict(n=2, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    up, down = parameter(gradients[0]), parameter(gradients[0])
+    climber, faller = AdaShift([up], maximize=True, **options), AdaShift([down], **options)
+    for g in gradients:
+        close(feed(climber, up, g), feed(faller, down, -g))
+        assert torch.equal(up.grad, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+def test_half_precision_keeps_its_state_in_single(dtype, size):
+    """Squares of 1e-4 and of 300 do not fit into float16."""
+    gradients = [(g * size).clamp(-400, 400).to(dtype) for g in stream(12, dtype=torch.float32)]
+    p = parameter(gradients[0])
+    q = torch.nn.Parameter(p.detach().float())
+    opt, single = AdaShift([p], lr=0.1, n=3), AdaShift([q], lr=0.1, n=3)
+    for g in gradients:
+        feed(opt, p, g)
+        feed(single, q, g.float())
+        q.data.copy_(p.data)  # the parameter is rounded at each step, the state is not
+    tensors = [x for x in opt.state[p].values() if torch.is_tensor(x)]
+    assert {x.dtype for x in tensors} == {torch.float32} and p.dtype == dtype
+    for ours, theirs in zip(opt.state[p].values(), single.state[q].values(), strict=True):
+        assert ours == theirs if not torch.is_tensor(ours) else torch.equal(ours, theirs)
+
+
+def test_half_precision_resumes_with_its_state_in_single(tmp_path):
+    gradients = stream(20, dtype=torch.bfloat16)
+    p, opt = ready(gradients, torch.bfloat16, n=3)
+    for g in gradients[:9]:
+        feed(opt, p, g)
+    torch.save({"p": p, "opt": opt.state_dict()}, tmp_path / "x.pt")
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    q, resumed = saved["p"], AdaShift([saved["p"]])
+    resumed.load_state_dict(saved["opt"])
+    same_state(opt.state[p], resumed.state[q])
+    for g in gradients[9:]:
+        assert torch.equal(feed(opt, p, g), feed(resumed, q, g))
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_a_complex_parameter_is_its_real_and_imaginary_parts(phi):
+    gradients = stream(12, shape=(4, 2))
+    real = parameter(gradients[0])
+    whole = torch.nn.Parameter(torch.view_as_complex(real.detach().clone()))
+    options = dict(n=3, phi=phi, weight_decay=0.1)
+    one, other = AdaShift([real], **options), AdaShift([whole], **options)
+    for g in gradients:
+        moved = feed(other, whole, torch.view_as_complex(g))
+        close(torch.view_as_real(moved), feed(one, real, g))
+
+
+def test_older_checkpoints_get_the_options_they_lack():
+    p, opt = ready(stream(1), torch.float64)
+    old = opt.state_dict()
+    del old["param_groups"][0]["weight_decay"], old["param_groups"][0]["maximize"]
+    opt.load_state_dict(old)
+    feed(opt, p, torch.ones_like(p))
+    assert opt.param_groups[0]["weight_decay"] == 0 and opt.param_groups[0]["maximize"] is False
+
+
+def test_grad_scaler_skips_a_step_with_inf():
+    p = torch.nn.Parameter(torch.ones(2))
+    opt, scaler = AdaShift([p], lr=0.1, n=1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, math.inf, 1.0):
+        opt.zero_grad()
+        scaler.scale((factor * p).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert opt.state[p]["step"] == 2
+    assert torch.allclose(p, torch.full((2,), 0.9))
 
 
 def test_changing_n_in_mid_training_is_refused():
