@@ -58,7 +58,7 @@ def push(state: State, g: Tensor, t: int, beta1: float, m: int) -> Terms:
     if j == 0 or beta1 == 0:
         state["back"].copy_(g)  # 0 · inf would be NaN
     else:
-        state["back"].mul_(beta1).add_(g)
+        scale_and_add(state["back"], beta1, g)
     put(state, j, g)
     terms = [(state["back"], 1.0)] + (front(state, j, beta1, m) if t > m else [])
     total = total_weight(beta1, m)
@@ -84,7 +84,7 @@ def close_block(state: State, beta1: float, m: int) -> None:
     state["summed"] = int(beta1 == state["beta1"] and beta1 ** (m - 1) >= RECOVERABLE)
     if state["summed"]:
         for k in range(m - 2, 0, -1):
-            state[f"slot{k}"].mul_(beta1 ** (m - 1 - k)).add_(state[f"slot{k + 1}"])
+            scale_and_add(state[f"slot{k}"], beta1 ** (m - 1 - k), state[f"slot{k + 1}"])
 
 
 def rebase(state: State, j: int, beta1: float, m: int) -> None:
@@ -97,4 +97,9 @@ def rebase(state: State, j: int, beta1: float, m: int) -> None:
         state["summed"] = 0
     state["back"].copy_(state["slot0"])
     for i in range(1, j):
-        state["back"].mul_(beta1).add_(state[f"slot{i}"])
+        scale_and_add(state["back"], beta1, state[f"slot{i}"])
+
+
+def scale_and_add(x: Tensor, factor: float, y: Tensor) -> None:
+    """x ← factor · x + y, in one pass over memory."""
+    torch.add(y, x, alpha=factor, out=x)
