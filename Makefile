@@ -15,7 +15,7 @@ TABLES  := $(addprefix table-,$(shell seq 1 9))
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status test lint format \
+.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status bench-optimizer test lint format \
         setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -46,6 +46,10 @@ figures tables: $(READY)
 ##   status                 which runs are there, and the commands for those that are not
 theory claims status: $(READY)
 	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
+
+##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/tables/
+bench-optimizer: $(READY)
+	@$(PY) -m experiments.bench $(ARGS)
 
 ##
 ## Work on the code

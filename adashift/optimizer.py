@@ -72,7 +72,18 @@ class PerParameter(Optimizer, ABC):
 
         torch would cast state to the parameter's dtype and share its memory with the dict.
         """
-        super().load_state_dict(state_dict)
+        loaded: list[dict[str, Any]] = []  # what the pre-hooks made of it
+        first = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+        last = self.register_load_state_dict_post_hook(
+            lambda _: self._restore(loaded[-1]), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            first.remove()
+            last.remove()
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, own, strict=True):
@@ -180,18 +191,23 @@ class AdaShift(PerParameter):
 
     def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
         n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
+        m = group["m"] or n
         if not state:
-            state.update(step=0, n=n, v=zero_v(phi, g))
-        if state["n"] != n:
-            raise RuntimeError(
-                f"n was changed from {state['n']} to {n} during training; the stored gradients "
-                "do not fit: build a new AdaShift, which starts with n steps without motion"
-            )
+            v = zero_v(phi, g)  # every key from the first step on: DCP loads only those it finds
+            state.update(step=0, n=n, m=m, v=v)
+            state.update({f"phi{k}": torch.zeros_like(v) for k in range(n)})
+        for name, now in (("n", n), ("m", m)):
+            if state.get(name, now) != now:  # older checkpoints have no m
+                raise RuntimeError(
+                    f"{name} was changed from {state[name]} to {now} during training; the stored "
+                    "gradients do not fit: build a new AdaShift, which starts with n steps "
+                    "without motion"
+                )
         state["step"] = t = state["step"] + 1
-        terms = push(state, g, t, beta1, group["m"] or n)
-        phi_old = state.get(f"phi{t % n}")  # φ(g_{t-n}²): all that v needs of an old gradient
+        terms = push(state, g, t, beta1, m)
+        phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²): all that v needs of an old gradient
         state[f"phi{t % n}"] = phi_of_square(phi, g)
-        if phi_old is None:  # t <= n
+        if t <= n:
             return
         update = number_update if is_number(phi_old) else tensor_update
         update(p, terms, state, phi_old, 1 - beta2 ** (t - n), group)

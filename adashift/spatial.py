@@ -1,6 +1,7 @@
 """The spatial function φ: what a block of squared gradients tells v. A block is one tensor."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 Phi = str | Callable[[Tensor], Tensor]
 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: x.max(),  # the paper's choice: one number per block
+    "max": lambda x: largest(x),  # the paper's choice: one number per block
     "mean": lambda x: x.mean(),
     "none": lambda x: x,  # element-wise: temporal shift only
 }
@@ -28,23 +29,45 @@ def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
     return PHI[phi]
 
 
+def whole(x: Any) -> Tensor:
+    """x with the shares of all processes brought together (FSDP2 gives DTensors)."""
+    placements = getattr(x, "placements", ())
+    if not any(p.is_partial() for p in placements):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+
+
+def largest(x: Any) -> Tensor:
+    """max(x) over all processes; the share of a process in a small tensor may be empty."""
+    if not hasattr(x, "placements"):
+        return x.max()
+    from torch.distributed.tensor import DTensor, Partial
+
+    local = x.to_local()
+    top = local.max() if local.numel() else local.new_zeros(())
+    parts = [Partial("max") if p.is_shard() else p for p in x.placements]
+    return whole(DTensor.from_local(top, x.device_mesh, parts, run_check=False))
+
+
 def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
     """φ(g²), for the names without making g².
 
     >>> phi_of_square("mean", torch.tensor([1.0, 3.0]))
     tensor(5.)
     """
-    if phi == "max":
+    if phi == "max" and not hasattr(g, "placements"):
         low, high = torch.aminmax(g)  # on a CPU six times as fast as the norm of order inf
         return torch.maximum(low.square_(), high.square_())
     if phi == "mean":
-        return torch.linalg.vector_norm(g).square_().div_(g.numel())
-    return get_phi(phi)(g**2)
+        return whole(torch.linalg.vector_norm(g)).square_().div_(g.numel())
+    return whole(get_phi(phi)(g**2))
 
 
 def zero_v(phi: Phi, g: Tensor) -> Tensor:
     """v_0 = 0, in the shape that φ gives for a gradient like g."""
-    scale = get_phi(phi)(g**2)
+    scale = whole(get_phi(phi)(g**2))
     try:
         scale.expand_as(g)
     except (AttributeError, RuntimeError) as error:

@@ -49,7 +49,8 @@ def push(state: State, g: Tensor, t: int, beta1: float, m: int) -> Terms:
         return [(g, 1.0)]
     j = (t - 1) % m
     if t == 1:
-        state.update(back=torch.empty_like(g), beta1=beta1, summed=0)
+        state.update(back=torch.zeros_like(g), beta1=beta1, summed=0)
+        state.update({f"slot{k}": torch.zeros_like(g) for k in range(m)})
     elif j == 0:
         close_block(state, beta1, m)
     elif beta1 != state["beta1"]:
@@ -59,17 +60,10 @@ def push(state: State, g: Tensor, t: int, beta1: float, m: int) -> Terms:
         state["back"].copy_(g)  # 0 · inf would be NaN
     else:
         scale_and_add(state["back"], beta1, g)
-    put(state, j, g)
+    state[f"slot{j}"].copy_(g)
     terms = [(state["back"], 1.0)] + (front(state, j, beta1, m) if t > m else [])
     total = total_weight(beta1, m)
     return [(buffer, weight / total) for buffer, weight in terms if weight > 0]
-
-
-def put(state: State, j: int, g: Tensor) -> None:
-    if f"slot{j}" in state:
-        state[f"slot{j}"].copy_(g)
-    else:
-        state[f"slot{j}"] = g.clone()
 
 
 def front(state: State, j: int, beta1: float, m: int) -> Terms:

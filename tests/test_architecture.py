@@ -20,6 +20,7 @@ ARROWS = {
         "experiments.config", "experiments.loop", "experiments.progress", "experiments.record",
         "experiments.runs", "experiments.task",
     },
+    "experiments.bench": {"adashift", "experiments.config"},
     "experiments.loop": {"experiments.progress", "experiments.record", "experiments.task"},
     "experiments.task": set(),
     "experiments.tasks": {
@@ -45,11 +46,11 @@ ARROWS = {
 
 # package from outside → the only modules that may import it
 KEPT_IN = {
-    "torch": {"adashift", "experiments.task", "experiments.tasks", "experiments.models",
-              "experiments.data", "experiments.loop", "experiments.execute"},
-    "torchvision": {"experiments.data", "experiments.models"},
+    "torch": {"adashift", "experiments.bench", "experiments.task", "experiments.tasks",
+              "experiments.models", "experiments.data", "experiments.loop", "experiments.execute"},
+    "torchvision": {"experiments.bench", "experiments.data", "experiments.models"},
     "wandb": {"experiments.record"},
-    "matplotlib": {"experiments.figures"},
+    "matplotlib": {"experiments.bench", "experiments.figures"},
     "hydra": {"run", "experiments.config", "experiments.figures", "experiments.claims"},
 }  # fmt: skip
 

@@ -1,0 +1,172 @@
+"""Two gloo processes on this machine do what one does; distributed checkpoints lose nothing."""
+
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from adashift import AdaShift
+
+PHIS = ["max", "mean", "none"]
+SHARDED_PHIS = ["max", "mean", "none"]
+WORLD, STEPS, SAVED, LIMIT = 2, 12, 5, 60
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+def build(phi="max", shard=None, **options):
+    """A net (its last bias has one element: none is left for the second process)."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+    net = torch.nn.Sequential(*layers).double()
+    if shard is not None:
+        fully_shard(net, mesh=shard)
+    return net, AdaShift(net.parameters(), **{"lr": 0.05, "n": 2, "phi": phi, **options})
+
+
+def train(net, opt, steps, rank=None):
+    """Train on the whole batches, or on one process's share of them."""
+    for t in steps:
+        generator = torch.Generator().manual_seed(t)
+        x, y = (torch.randn(8, k, generator=generator, dtype=torch.float64) for k in (6, 1))
+        if rank is not None:
+            x, y = x.chunk(WORLD)[rank], y.chunk(WORLD)[rank]
+        opt.zero_grad()
+        ((net(x) - y) ** 2).mean().backward()
+        opt.step()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in net.parameters()]
+
+
+def states(net, opt, flat=False):
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "net": dcp_state.get_model_state_dict(net),
+        "opt": dcp_state.get_optimizer_state_dict(net, opt, options=options),
+    }
+
+
+def load(net, opt, saved, flat=False):
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=flat)
+    dcp_state.set_model_state_dict(net, saved["net"])
+    dcp_state.set_optimizer_state_dict(net, opt, saved["opt"], options=options)
+
+
+def ddp(rank, mesh, folder, phi):
+    net, opt = build(phi)
+    return train(DistributedDataParallel(net), opt, range(STEPS), rank)
+
+
+def fsdp(rank, mesh, folder, phi):
+    return train(*build(phi, mesh), range(STEPS), rank)
+
+
+def fsdp_resumed(rank, mesh, folder, phi):
+    net, opt = build(phi, mesh)
+    train(net, opt, range(SAVED), rank)
+    dcp.save(states(net, opt), checkpoint_id=folder / f"checkpoint-{phi}")
+    net, opt = build(phi, mesh)
+    saved = states(net, opt)
+    dcp.load(saved, checkpoint_id=folder / f"checkpoint-{phi}")
+    load(net, opt, saved)
+    return train(net, opt, range(SAVED, STEPS), rank)
+
+
+JOBS = [(ddp, phi) for phi in PHIS]
+JOBS += [(job, phi) for job in (fsdp, fsdp_resumed) for phi in SHARDED_PHIS]
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",  # no port that another test could take
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    mesh = init_device_mesh("cpu", (WORLD,))
+    results = {f"{job.__name__}-{phi}": job(rank, mesh, folder, phi) for job, phi in JOBS}
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What each process has at the end of each job."""
+    folder = tmp_path_factory.mktemp("gloo")
+    context = mp.spawn(work, args=(folder,), nprocs=WORLD, join=False)
+    end = time.monotonic() + LIMIT
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < end, f"the processes were not done after {LIMIT} s"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def alone(phi):
+    start = train(*build(phi), [])
+    end = train(*build(phi), range(STEPS))
+    assert all((a != b).all() for a, b in zip(start, end, strict=True))
+    return end
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_ddp_equals_one_process(trained, phi):
+    for results in trained:
+        torch.testing.assert_close(results[f"ddp-{phi}"], alone(phi), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("phi", SHARDED_PHIS)
+def test_fsdp_equals_one_process(trained, phi):
+    """The block is the whole parameter, not the share of it that a process holds."""
+    for results in trained:
+        torch.testing.assert_close(results[f"fsdp-{phi}"], alone(phi), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("phi", SHARDED_PHIS)
+def test_sharded_checkpoint_goes_on_bit_exactly(trained, phi):
+    for results in trained:
+        one, other = results[f"fsdp_resumed-{phi}"], results[f"fsdp-{phi}"]
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+OPTIONS = [dict(n=1), dict(n=3), dict(n=3, m=1), dict(n=4, m=2), dict(n=3, phi="none")]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_distributed_state_dict_goes_on_bit_exactly(options, steps):
+    net, opt = build(**options)
+    train(net, opt, range(steps))
+    saved = copy.deepcopy(states(net, opt))
+    resumed = build(**options)
+    load(*resumed, saved)
+    one, other = (train(*pair, range(steps, 12)) for pair in ((net, opt), resumed))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_checkpoint_on_disk_goes_on_bit_exactly(options, flat, tmp_path):
+    """Loading fills the keys that a fresh optimizer has after one step: all must be there."""
+    for steps in (1, 2, 3, 4, 8):
+        net, opt = build(**options)
+        train(net, opt, range(steps))
+        dcp.save(states(net, opt, flat), checkpoint_id=tmp_path / str(steps), no_dist=True)
+        resumed = build(**options)
+        saved = states(*resumed, flat)
+        dcp.load(saved, checkpoint_id=tmp_path / str(steps), no_dist=True)
+        load(*resumed, saved, flat)
+        one, other = (train(*pair, range(steps, 12)) for pair in ((net, opt), resumed))
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), steps
