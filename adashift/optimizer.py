@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from adashift.spatial import Phi, get_phi, phi_of_square, zero_v
-from adashift.window import State, Terms, push
+from adashift import capturable as captured
+from adashift import fused as kernel
+from adashift import lists
+from adashift.spatial import PHI, Phi, get_phi, phi_of_square, zero_v
+from adashift.window import Move, State, Terms, absorb, plan
+
+PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
@@ -61,11 +67,15 @@ class PerParameter(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel() > 0:
-                    self._refuse_unsupported(p.grad)
-                    self._update(as_real(p), gradient_of(p, group), self.state[p], group)
+            ready = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+            for p in ready:
+                self._refuse_unsupported(p.grad)
+            self._update_group(ready, group)
         return loss
+
+    def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            self._update(as_real(p), gradient_of(p, group), self.state[p], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint; every tensor is copied and keeps its dtype.
@@ -104,9 +114,9 @@ class PerParameter(Optimizer, ABC):
     def _check(options: dict[str, Any]) -> dict[str, Any]:
         """The options in plain types, or a ValueError."""
 
-    @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
         """Move p by the rule."""
+        raise NotImplementedError(f"{type(self).__name__} has no rule")
 
 
 class AdaShift(PerParameter):
@@ -134,6 +144,14 @@ class AdaShift(PerParameter):
         decoupled_weight_decay: shrink θ by lr·λ with every step, as AdamW does; False adds λθ to
             the gradient, as Adam does.
         maximize: climb instead of descending.
+        foreach: work on lists of tensors; None: on a GPU, where it is faster, but not on a CPU.
+        fused: one pass over memory. On a CPU this compiles a C file of 200 lines on first use and
+            keeps the result; on a GPU it takes Triton. Without these: a warning, and the default.
+        capturable: no number that changes with t is read on the host, so that step() can be
+            captured in a CUDA graph or compiled as a whole; its cost grows with m.
+
+    All of these compute the same, up to rounding, and share their checkpoints, but for capturable,
+    which counts steps in a tensor.
 
     Parameters in half precision keep their state in float32. A complex parameter is treated as the
     pairs of its real and imaginary parts.
@@ -163,9 +181,13 @@ class AdaShift(PerParameter):
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         options = dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay)
         options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
+        options |= dict(foreach=foreach, fused=fused, capturable=capturable)
         super().__init__(params, options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,12 +196,18 @@ class AdaShift(PerParameter):
             group.setdefault("weight_decay", 0.0)
             group.setdefault("decoupled_weight_decay", True)
             group.setdefault("maximize", False)
+            group.setdefault("foreach", None)
+            group.setdefault("fused", None)
+            group.setdefault("capturable", False)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
         get_phi(options["phi"])
         n = check_count("n", options["n"], inf, "v needs a past gradient, usually n=10")
         m = options["m"]
+        chosen = [way for way in ("foreach", "fused", "capturable") if options[way]]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} are both True; they exclude each other")
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": check_betas(options["betas"], end="]"),
@@ -189,28 +217,85 @@ class AdaShift(PerParameter):
             "m": m if m is None else check_count("m", m, n, f"m=None means n={n}"),
         }
 
-    def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
-        n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
-        m = group["m"] or n
-        if not state:
-            v = zero_v(phi, g)  # every key from the first step on: DCP loads only those it finds
-            state.update(step=0, n=n, m=m, v=v)
-            state.update({f"phi{k}": torch.zeros_like(v) for k in range(n)})
-        for name, now in (("n", n), ("m", m)):
-            if state.get(name, now) != now:  # older checkpoints have no m
-                raise RuntimeError(
-                    f"{name} was changed from {state[name]} to {now} during training; the stored "
-                    "gradients do not fit: build a new AdaShift, which starts with n steps "
-                    "without motion"
-                )
-        state["step"] = t = state["step"] + 1
-        terms = push(state, g, t, beta1, m)
-        phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²): all that v needs of an old gradient
-        state[f"phi{t % n}"] = phi_of_square(phi, g)
-        if t <= n:
-            return
-        update = number_update if is_number(phi_old) else tensor_update
-        update(p, terms, state, phi_old, 1 - beta2 ** (t - n), group)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.param_groups[-1]["fused"]:  # compile now, so that a warning comes at once
+            for p in self.param_groups[-1]["params"]:
+                kernel.takes(as_real(p), self.param_groups[-1]["phi"])
+
+    def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if group["capturable"]:
+            for p in params:
+                update_captured(as_real(p), gradient_of(p, group), self.state[p], group)
+        else:
+            self._update_eagerly(params, group)
+
+    @_disable_dynamo  # t is a number here: torch.compile would compile every step anew
+    def _update_eagerly(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, m = group["betas"][0], group["m"] or group["n"]
+        foreach = group["foreach"]
+        entries, jobs = list[lists.Entry](), kernel.Jobs(group)
+        for p in params:
+            theta, state = as_real(p), self.state[p]
+            fused = group["fused"] and kernel.takes(theta, group["phi"])
+            g = raw_gradient(p) if fused else gradient_of(p, group)  # the kernel does the rest
+            t = begin(state, g, group)
+            move = plan(state, g, t, beta1, m)
+            if fused and kernel.fits(theta, g, move, state["v"]):
+                jobs.add(theta, g, move, state, t)
+                continue
+            g = gradient_of(p, group) if fused else g
+            if foreach or (foreach is None and not g.is_cpu):
+                entries.append((theta, g, state, move, t))
+            else:
+                update(theta, g, state, move, t, group)
+        jobs.run()
+        lists.update(entries, group)
+
+
+def begin(state: State, g: Tensor, group: dict[str, Any]) -> int:
+    """Make the state on the first gradient; return t, which counts a parameter's gradients."""
+    n, m, phi = group["n"], group["m"] or group["n"], group["phi"]
+    kind = -1 if callable(phi) else PHI_NUMBER[phi]
+    if not state:
+        v = zero_v(phi, g)  # every key from the first step on: DCP loads only those it finds
+        state.update(step=0, n=n, m=m, kind=kind, v=v)
+        state.update({f"phi{k}": torch.zeros_like(v) for k in range(n)})
+    if isinstance(state["step"], Tensor):
+        raise changed("capturable", True, False)
+    if (state["n"], state["m"], state["kind"]) != (n, m, kind):
+        was = {**state, "phi": [*PHI, "a function"][state["kind"]]}
+        now = {"n": n, "m": m, "phi": "a function" if kind < 0 else phi}
+        name = next(name for name in now if was[name] != now[name])
+        raise changed(name, was[name], now[name])
+    state["step"] += 1
+    return state["step"]
+
+
+def changed(name: str, was: Any, now: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was changed from {was} to {now} during training; what is stored does not fit: "
+        "build a new AdaShift, which starts with n steps without motion"
+    )
+
+
+def update(p: Tensor, g: Tensor, state: State, move: Move, t: int, group: dict[str, Any]) -> None:
+    """One parameter's step by plain torch operations."""
+    n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
+    terms = absorb(move, g, beta1, group["m"] or n)
+    phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²): all that v needs of an old gradient
+    state[f"phi{t % n}"] = phi_of_square(phi, g)
+    if t > n:
+        by = number_update if is_number(phi_old) else tensor_update
+        by(p, terms, state, phi_old, 1 - beta2 ** (t - n), group)
+
+
+def update_captured(p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
+    if not state:
+        state.update(captured.begin(g, group))
+    if not isinstance(state["step"], Tensor):
+        raise changed("capturable", False, True)
+    captured.update(p, g, state, group)
 
 
 def is_number(x: Tensor) -> bool:
@@ -251,10 +336,14 @@ def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def raw_gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return as_real(p.grad.resolve_conj())
+
+
 def gradient_of(p: Tensor, group: dict[str, Any]) -> Tensor:
     """The gradient as the rule sees it: real, of at least single precision, uphill turned down."""
-    assert p.grad is not None
-    g = as_real(p.grad.resolve_conj())
+    g = raw_gradient(p)
     g = g.float() if g.dtype in (torch.float16, torch.bfloat16) else g
     g = -g if group.get("maximize") else g
     if group.get("weight_decay") and not group["decoupled_weight_decay"]:

@@ -10,7 +10,8 @@ of m steps, and the window is the end of the last block and the start of this on
 At position j the window is back + β1^(j+1) · slot (j+1): two buffers are read, whatever m is. The
 gradient then takes the place of slot j, which no later step reads. When the block is full its
 gradients are turned into sums from the end, in place: m additions in m steps. What has left the
-window is in no sum that is read again.
+window is in no sum that is read again. At j = 0 slot 0 is all there is of back, and at j = m − 1
+nobody will read it: it is not written then.
 
 The sums are right for one β1. When it changes, the gradients of this block, which are still there,
 are added up anew, and those of the last block are taken out of their sums; as long as β1 goes on
@@ -18,7 +19,7 @@ changing they are left as they are and added up at every step.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,19 @@ Terms = list[tuple[Tensor, float]]
 
 # Sums of a last block can be taken apart again while the smallest weight in them is not smaller.
 RECOVERABLE = 1e-3
+
+
+class Move(NamedTuple):
+    """What a step reads and writes of the window; g itself has the weight 1."""
+
+    earlier: Tensor | None  # this block's sum so far, whose weight is β1
+    keep: Tensor | None  # where the sum with g goes
+    slot: Tensor | None  # where g goes
+    front: Terms  # what the last block still has in the window
+    closing: list[Tensor]  # slots 1 … of a full block, to be summed up before front is read
+
+
+NO_WINDOW = Move(None, None, None, [], [])  # m = 1
 
 
 @cache
@@ -40,60 +54,76 @@ def total_weight(beta1: float, m: int) -> float:
     return sum(beta1**i for i in range(m))
 
 
-def push(state: State, g: Tensor, t: int, beta1: float, m: int) -> Terms:
-    """Take in g_t; return buffers and coefficients whose sum is m_t (right from t = m on).
+@cache
+def slots(m: int) -> list[str]:
+    return [f"slot{k}" for k in range(m)]
 
-    g is read now and its values are kept; the buffers must not be changed by the caller.
-    """
+
+def plan(state: State, g: Tensor, t: int, beta1: float, m: int) -> Move:
+    """Make the window ready for g_t; the caller must do as the Move says."""
     if m == 1:
-        return [(g, 1.0)]
-    j = (t - 1) % m
+        return NO_WINDOW
+    j, slot, closing = (t - 1) % m, slots(m), []
     if t == 1:
         state.update(back=torch.zeros_like(g), beta1=beta1, summed=0)
-        state.update({f"slot{k}": torch.zeros_like(g) for k in range(m)})
+        state.update({name: torch.zeros_like(g) for name in slot})
     elif j == 0:
-        close_block(state, beta1, m)
+        settled = beta1 == state["beta1"] and beta1 ** (m - 1) >= RECOVERABLE
+        state["summed"] = int(settled)
+        closing = [state[name] for name in slot[1:]] if settled else []
     elif beta1 != state["beta1"]:
         rebase(state, j, beta1, m)
     state["beta1"] = beta1
-    if j == 0 or beta1 == 0:
-        state["back"].copy_(g)  # 0 · inf would be NaN
-    else:
-        scale_and_add(state["back"], beta1, g)
-    state[f"slot{j}"].copy_(g)
-    terms = [(state["back"], 1.0)] + (front(state, j, beta1, m) if t > m else [])
+    earlier = None
+    if j > 0 and beta1 > 0:  # 0 · inf would be NaN
+        earlier = state["slot0" if j == 1 else "back"]
+    keep = state["back"] if earlier is not None and j < m - 1 else None
+    return Move(earlier, keep, state[slot[j]], front(state, t, beta1, m), closing)
+
+
+def absorb(move: Move, g: Tensor, beta1: float, m: int) -> Terms:
+    """Take in g_t; return buffers and coefficients whose sum is m_t (right from t = m on).
+
+    The buffers, of which g is one, must not be changed by the caller.
+    """
+    sum_up(move.closing, beta1)
+    terms = [(g, 1.0)]
+    if move.keep is not None and move.earlier is not None:
+        terms = [(torch.add(g, move.earlier, alpha=beta1, out=move.keep), 1.0)]
+    elif move.earlier is not None:
+        terms += [(move.earlier, beta1)]
+    if move.slot is not None:
+        move.slot.copy_(g)
     total = total_weight(beta1, m)
-    return [(buffer, weight / total) for buffer, weight in terms if weight > 0]
+    return [(buffer, weight / total) for buffer, weight in terms + move.front]
 
 
-def front(state: State, j: int, beta1: float, m: int) -> Terms:
+def front(state: State, t: int, beta1: float, m: int) -> Terms:
     """What of the last block is still in the window."""
+    j, slot = (t - 1) % m, slots(m)
+    if t <= m or beta1 == 0:
+        return []
     if state["summed"]:
-        return [(state[f"slot{j + 1}"], beta1 ** (j + 1))] if j + 1 < m else []
-    return [(state[f"slot{k}"], beta1 ** (j + m - k)) for k in range(j + 1, m)]
+        return [(state[slot[j + 1]], beta1 ** (j + 1))] if j + 1 < m else []
+    terms = [(state[slot[k]], beta1 ** (j + m - k)) for k in range(j + 1, m)]
+    return [(buffer, weight) for buffer, weight in terms if weight > 0]
 
 
-def close_block(state: State, beta1: float, m: int) -> None:
-    """Turn the full block's gradients into sums from its end, if β1 has come to rest."""
-    state["summed"] = int(beta1 == state["beta1"] and beta1 ** (m - 1) >= RECOVERABLE)
-    if state["summed"]:
-        for k in range(m - 2, 0, -1):
-            scale_and_add(state[f"slot{k}"], beta1 ** (m - 1 - k), state[f"slot{k + 1}"])
+def sum_up(closing: list[Tensor], beta1: float) -> None:
+    """Turn the gradients of a full block into sums from its end."""
+    for k in range(len(closing) - 2, -1, -1):
+        weight = beta1 ** (len(closing) - 1 - k)
+        torch.add(closing[k + 1], closing[k], alpha=weight, out=closing[k])
 
 
 def rebase(state: State, j: int, beta1: float, m: int) -> None:
     """Make back for another β1, and take the sums of the last block apart."""
-    old = state["beta1"]
+    old, slot = state["beta1"], slots(m)
     if state["summed"]:
         for k in range(j + 1, m - 1):
-            difference = state[f"slot{k}"] - state[f"slot{k + 1}"]
-            state[f"slot{k}"] = difference.div_(old ** (m - 1 - k))
+            difference = state[slot[k]] - state[slot[k + 1]]
+            state[slot[k]] = difference.div_(old ** (m - 1 - k))
         state["summed"] = 0
     state["back"].copy_(state["slot0"])
     for i in range(1, j):
-        scale_and_add(state["back"], beta1, state[f"slot{i}"])
-
-
-def scale_and_add(x: Tensor, factor: float, y: Tensor) -> None:
-    """x ← factor · x + y, in one pass over memory."""
-    torch.add(y, x, alpha=factor, out=x)
+        torch.add(state[slot[i]], state["back"], alpha=beta1, out=state["back"])

@@ -1,0 +1,60 @@
+"""The rule without a number or a branch that depends on t: for CUDA graphs and torch.compile.
+
+A graph repeats the same work on the same memory. So t is a tensor, the newest gradient is put in
+its place by looking at every place, and the window is added up at every step: cost grows with m.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adashift.spatial import phi_of_square, zero_v
+from adashift.window import State
+
+
+def names(start: str, count: int) -> list[str]:
+    return [f"{start}{k}" for k in range(count)]
+
+
+def begin(g: Tensor, group: dict[str, Any]) -> State:
+    n, m = group["n"], group["m"] or group["n"]
+    v = zero_v(group["phi"], g)
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device=g.device), "v": v}
+    state |= {name: torch.zeros_like(v) for name in names("phi", n)}
+    return state | {name: torch.zeros_like(g) for name in names("slot", m if m > 1 else 0)}
+
+
+def put(state: State, places: list[str], place: Tensor, x: Tensor) -> None:
+    """state[places[place]] ← x"""
+    for k, name in enumerate(places):
+        state[name].copy_(torch.where(place == k, x, state[name]))
+
+
+def first_moment(state: State, g: Tensor, beta1: float, m: int) -> Tensor:
+    if m == 1:
+        return g
+    j, slots = (state["step"] - 1) % m, names("slot", m)
+    put(state, slots, j, g)
+    weighted = torch.zeros_like(g)
+    for k, name in enumerate(slots):
+        weight = torch.full_like(j, beta1, dtype=g.dtype) ** ((j - k) % m)
+        weighted += torch.where(weight > 0, weight * state[name], 0.0)
+    return weighted / sum(beta1**i for i in range(m))
+
+
+def update(p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
+    """One step of the rule, on the device from start to end."""
+    n, (beta1, beta2), alpha = group["n"], group["betas"], group["lr"]
+    state["step"] += 1
+    t = state["step"]
+    m = first_moment(state, g, beta1, group["m"] or n)
+    phis = names("phi", n)
+    old = sum(torch.where(t % n == k, state[name], 0.0) for k, name in enumerate(phis))
+    put(state, phis, t % n, phi_of_square(group["phi"], g))
+    v = state["v"].copy_(torch.where(t > n, beta2 * state["v"] + (1 - beta2) * old, state["v"]))
+    correction = 1 - torch.full_like(t, beta2, dtype=v.dtype) ** (t - n).clamp(min=1)
+    step = alpha * m / ((v / correction).sqrt() + group["eps"])
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        step = step + alpha * group["weight_decay"] * p
+    p.sub_(torch.where((t > n) & (v != 0), step, 0.0))

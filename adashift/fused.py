@@ -1,0 +1,185 @@
+"""AdaShift's step on a CPU in one pass over memory: kernel.c, compiled on first use and kept.
+
+The C compiler is the one that CC names, else cc, gcc or clang. The library is kept in
+ADASHIFT_CACHE, else in the user's cache folder, under a name that changes with the source, the
+compiler and the processor; without a folder to write to it is compiled anew in each process.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adashift.spatial import PHI
+from adashift.window import Move, State, total_weight
+
+SOURCE = Path(__file__).with_name("kernel.c")
+TYPES = {torch.float32: ("float", "uint32_t"), torch.float64: ("double", "uint64_t")}
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread")
+TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+LONGEST = 256  # slots that kernel.c can sum up
+
+RULE, JOB = Struct("8d2q"), Struct("9Q2q2d")  # Rule and Job of kernel.c
+
+
+class NoKernel(Exception):
+    """There is no compiler, or it fails; the message says which and why."""
+
+
+def compiler() -> list[str]:
+    """The compiler as the start of a command line."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise NoKernel(f"{shlex.join(named) or 'cc, gcc or clang'} was not found")
+
+
+def processor() -> str:
+    """What decides which instructions can be used; a home folder may serve many machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return platform.machine() + platform.processor() + "".join(sorted(set(flags)))
+
+
+def folder() -> Path:
+    """Where libraries are kept: a folder that only this user can write to."""
+    root = os.environ.get("ADASHIFT_CACHE")
+    if root is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(home, "adashift")
+    try:
+        Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return Path(root)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="adashift-"))
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise NoKernel(f"{command[0]} failed: {reason}")
+    return done.stdout
+
+
+def compile_to(target: Path, real: str, bits: str) -> None:
+    """Compile with the best flags that the compiler knows; two processes may do so at once."""
+    handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(handle)
+    start = [*compiler(), *FLAGS, f"-DREAL={real}", f"-DBITS={bits}", "-o", draft]
+    try:
+        for tuning in TUNING:
+            try:
+                run([*start, *tuning, str(SOURCE), "-lm"])
+                os.replace(draft, target)
+                return
+            except NoKernel as error:
+                reason = error
+        raise reason
+    finally:
+        Path(draft).unlink(missing_ok=True)
+
+
+@cache
+def library(dtype: torch.dtype) -> Any:
+    """The function of kernel.c for a dtype, or None, with a warning, if it cannot be had."""
+    try:
+        return load(*TYPES[dtype])
+    except (NoKernel, OSError) as error:
+        warnings.warn(
+            f"fused=True needs a C compiler, but {error}; the default path is used instead: "
+            "install one, or name it in the environment variable CC",
+            stacklevel=5,
+        )
+        return None
+
+
+def load(real: str, bits: str) -> Any:
+    if sys.platform == "win32":
+        raise NoKernel("kernel.c needs pthreads, which Windows has not")
+    made_by = [run([*compiler(), "--version"]), processor(), real, str(FLAGS), str(TUNING)]
+    key = hashlib.sha256(SOURCE.read_bytes() + "\n".join(made_by).encode()).hexdigest()[:16]
+    path = folder() / f"kernel-{real}-{key}.so"
+    if not path.exists():
+        compile_to(path, real, bits)
+    step = ctypes.CDLL(str(path)).adashift_step
+    step.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
+    return step
+
+
+def takes(p: Tensor, phi: Any) -> bool:
+    """Whether there is a kernel for this parameter and φ."""
+    plain = p.is_cpu and p.dtype in TYPES and not hasattr(p, "placements")
+    return plain and isinstance(phi, str) and library(p.dtype) is not None
+
+
+def fits(p: Tensor, g: Tensor, move: Move, v: Tensor) -> bool:
+    """Whether the kernel can make this step: memory without gaps, laid out alike, one front."""
+    layout = p.stride()
+    return (
+        g.stride() == layout
+        and (v.dim() == 0 or v.stride() == layout)
+        and (move.slot is None or move.slot.stride() == layout)
+        and len(move.front) < 2
+        and len(move.closing) <= LONGEST
+        and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
+    )
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+class Jobs:
+    """The steps of a group's parameters, which one call of the kernel for each dtype takes."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+        self.packed = dict[torch.dtype, list[bytes]]()
+        self.tables = list[Any]()  # what the kernel holds addresses of
+
+    def add(self, p: Tensor, g: Tensor, move: Move, state: State, t: int) -> None:
+        n, beta2 = self.group["n"], self.group["betas"][1]
+        front, weight = move.front[0] if move.front else (None, 0.0)
+        closing = 0
+        if move.closing:
+            self.tables.append((ctypes.c_void_p * len(move.closing))(*map(address, move.closing)))
+            closing = ctypes.addressof(self.tables[-1])
+        buffers = (p, g, move.earlier, move.keep, move.slot, front)
+        moments = (state["v"], state[f"phi{t % n}"])
+        sizes = (p.numel(), len(move.closing), weight, 1 - beta2 ** (t - n) if t > n else 0.0)
+        job = JOB.pack(*map(address, buffers), closing, *map(address, moments), *sizes)
+        self.packed.setdefault(p.dtype, []).append(job)
+
+    def run(self) -> None:
+        for dtype, jobs in self.packed.items():
+            if library(dtype)(self.rule(), b"".join(jobs), len(jobs)):
+                raise MemoryError(f"no memory for the plan of {len(jobs)} parameters")
+
+    def rule(self) -> bytes:
+        group = self.group
+        (beta1, beta2), m = group["betas"], group["m"] or group["n"]
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        decays = (1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)
+        sign = -1.0 if group["maximize"] else 1.0
+        phi = list(PHI).index(group["phi"])
+        numbers = (lr, beta1, beta2, group["eps"], total_weight(beta1, m), *decays, sign)
+        return RULE.pack(*numbers, phi, torch.get_num_threads())
