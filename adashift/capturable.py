@@ -4,6 +4,7 @@ A graph repeats the same work on the same memory. So t is a tensor, the newest g
 its place by looking at every place, and the window is added up at every step: cost grows with m.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def update(p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
     old = sum(torch.where(t % n == k, state[name], 0.0) for k, name in enumerate(phis))
     put(state, phis, t % n, phi_of_square(group["phi"], g))
     v = state["v"].copy_(torch.where(t > n, beta2 * state["v"] + (1 - beta2) * old, state["v"]))
-    correction = 1 - torch.full_like(t, beta2, dtype=v.dtype) ** (t - n).clamp(min=1)
+    past = (t - n).clamp(min=1).to(v.dtype)
+    correction = -torch.expm1(past * (math.log(beta2) if beta2 else -math.inf))  # 1 - β2^(t-n)
     step = alpha * m / ((v / correction).sqrt() + group["eps"])
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         step = step + alpha * group["weight_decay"] * p

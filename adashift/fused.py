@@ -127,8 +127,8 @@ def load(real: str, bits: str) -> Any:
 
 def takes(p: Tensor, phi: Any) -> bool:
     """Whether there is a kernel for this parameter and φ."""
-    plain = p.is_cpu and p.dtype in TYPES and not hasattr(p, "placements")
-    return plain and isinstance(phi, str) and library(p.dtype) is not None
+    plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not hasattr(p, "placements")
+    return plain and library(p.dtype) is not None
 
 
 def fits(p: Tensor, g: Tensor, move: Move, v: Tensor) -> bool:
@@ -136,16 +136,12 @@ def fits(p: Tensor, g: Tensor, move: Move, v: Tensor) -> bool:
     layout = p.stride()
     return (
         g.stride() == layout
-        and (v.dim() == 0 or v.stride() == layout)
         and (move.slot is None or move.slot.stride() == layout)
         and len(move.front) < 2
         and len(move.closing) <= LONGEST
         and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
+        and (v.dim() == 0 or v.stride() == layout)
     )
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 class Jobs:
@@ -155,19 +151,36 @@ class Jobs:
         self.group = group
         self.packed = dict[torch.dtype, list[bytes]]()
         self.tables = list[Any]()  # what the kernel holds addresses of
+        self.clocks = dict[int, tuple[str, float]]()  # most parameters have the same t
 
     def add(self, p: Tensor, g: Tensor, move: Move, state: State, t: int) -> None:
-        n, beta2 = self.group["n"], self.group["betas"][1]
-        front, weight = move.front[0] if move.front else (None, 0.0)
-        closing = 0
-        if move.closing:
-            self.tables.append((ctypes.c_void_p * len(move.closing))(*map(address, move.closing)))
-            closing = ctypes.addressof(self.tables[-1])
-        buffers = (p, g, move.earlier, move.keep, move.slot, front)
-        moments = (state["v"], state[f"phi{t % n}"])
-        sizes = (p.numel(), len(move.closing), weight, 1 - beta2 ** (t - n) if t > n else 0.0)
-        job = JOB.pack(*map(address, buffers), closing, *map(address, moments), *sizes)
+        if t not in self.clocks:
+            n, beta2 = self.group["n"], self.group["betas"][1]
+            self.clocks[t] = f"phi{t % n}", 1 - beta2 ** (t - n) if t > n else 0.0
+        phi, correction = self.clocks[t]
+        earlier, keep, slot, front, closing = move
+        buffer, weight = front[0] if front else (None, 0.0)
+        job = JOB.pack(
+            p.data_ptr(),
+            g.data_ptr(),
+            0 if earlier is None else earlier.data_ptr(),
+            0 if keep is None else keep.data_ptr(),
+            0 if slot is None else slot.data_ptr(),
+            0 if buffer is None else buffer.data_ptr(),
+            self.table(closing) if closing else 0,
+            state["v"].data_ptr(),
+            state[phi].data_ptr(),
+            p.numel(),
+            len(closing),
+            weight,
+            correction,
+        )
         self.packed.setdefault(p.dtype, []).append(job)
+
+    def table(self, closing: list[Tensor]) -> int:
+        pointers = [slot.data_ptr() for slot in closing]
+        self.tables.append((ctypes.c_void_p * len(pointers))(*pointers))
+        return ctypes.addressof(self.tables[-1])
 
     def run(self) -> None:
         for dtype, jobs in self.packed.items():

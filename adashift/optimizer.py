@@ -68,8 +68,7 @@ class PerParameter(Optimizer, ABC):
                 loss = closure()
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
-            for p in ready:
-                self._refuse_unsupported(p.grad)
+            self._refuse_unsupported(ready)
             self._update_group(ready, group)
         return loss
 
@@ -101,13 +100,14 @@ class PerParameter(Optimizer, ABC):
                 if isinstance(value, Tensor):
                     self.state[p][key] = value.detach().to(p.device, copy=True)
 
-    def _refuse_unsupported(self, g: Tensor) -> None:
-        name = type(self).__name__
-        if g.layout != torch.strided:
-            raise RuntimeError(
-                f"a gradient has layout {g.layout}; {name} needs dense gradients: "
-                "build the embedding with sparse=False"
-            )
+    def _refuse_unsupported(self, params: list[Tensor]) -> None:
+        for p in params:
+            if p.grad.layout is not torch.strided:  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"a gradient has layout {p.grad.layout}; "  # type: ignore[union-attr]
+                    f"{type(self).__name__} needs dense gradients: "
+                    "build the embedding with sparse=False"
+                )
 
     @staticmethod
     @abstractmethod
@@ -303,6 +303,14 @@ def is_number(x: Tensor) -> bool:
     return x.dim() == 0 and x.device.type == "cpu"
 
 
+def weighted(terms: Terms) -> Tensor:
+    (buffer, weight), *others = terms
+    m = weight * buffer
+    for buffer, weight in others:
+        m.add_(buffer, alpha=weight)
+    return m
+
+
 def number_update(
     p: Tensor, terms: Terms, state: State, phi_old: Tensor, correction: float, group: dict[str, Any]
 ) -> None:
@@ -315,6 +323,8 @@ def number_update(
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         p.mul_(1 - alpha * group["weight_decay"])
     step_size = alpha / (math.sqrt(v / correction) + group["eps"])
+    if p.dtype != terms[0][0].dtype:  # half precision: round once
+        terms = [(weighted(terms), 1.0)]
     for buffer, weight in terms:
         p.add_(buffer, alpha=-step_size * weight)
 
@@ -325,20 +335,19 @@ def tensor_update(
     """The same where v is a tensor of any shape, or where reading it would be dear."""
     alpha, beta2 = group["lr"], group["betas"][1]
     v = state["v"].mul_(beta2).add_(phi_old, alpha=1 - beta2)
-    m = sum(weight * buffer for buffer, weight in terms)
-    step = alpha * m / ((v / correction).sqrt() + group["eps"])
+    step = alpha * weighted(terms) / ((v / correction).sqrt() + group["eps"])
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         step = step + alpha * group["weight_decay"] * p
     p.sub_(torch.where(v == 0, 0.0, step))
 
 
 def as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
+    return torch.view_as_real(x.resolve_conj()) if x.dtype.is_complex else x
 
 
 def raw_gradient(p: Tensor) -> Tensor:
     assert p.grad is not None
-    return as_real(p.grad.resolve_conj())
+    return as_real(p.grad)
 
 
 def gradient_of(p: Tensor, group: dict[str, Any]) -> Tensor:

@@ -31,6 +31,9 @@ VARIANTS = [
     dict(weight_decay=0.1),
     dict(weight_decay=0.1, decoupled_weight_decay=False),
     dict(maximize=True),
+    dict(foreach=True),
+    dict(fused=True),
+    dict(capturable=True),
 ]
 
 
@@ -45,8 +48,16 @@ def inputs(device=None, dtype=None):
 INFO = common.OptimizerInfo(
     AdaShift,
     optim_inputs_func=inputs,
-    supported_impls=(),
-    not_og_supported_flags=("maximize", "weight_decay", "decoupled_weight_decay"),
+    supported_impls=("foreach", "fused"),
+    not_og_supported_flags=(
+        "maximize",
+        "weight_decay",
+        "decoupled_weight_decay",
+        "foreach",
+        "fused",
+        "capturable",
+    ),
+    has_capturable_arg=True,
     supports_sparse=False,
     supports_complex=True,
 )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adashift import AdaShift
-from adashift.window import push, total_weight
+from adashift.window import absorb, plan, total_weight
 
 
 def direct(gradients, t, beta1, m):
@@ -17,8 +17,12 @@ def direct(gradients, t, beta1, m):
     return sum(terms) / sum(beta1**i for i in range(m))
 
 
+def push(state, g, t, beta1, m):
+    return absorb(plan(state, g, t, beta1, m), g, beta1, m)
+
+
 def windows(gradients, betas, m):
-    """m_t for t = m … as push() gives it."""
+    """m_t for t = m … as the buffers give it."""
     state = {}
     for t, (g, beta1) in enumerate(zip(gradients, betas, strict=True), start=1):
         terms = push(state, g, t, beta1, m)

@@ -1,0 +1,451 @@
+"""foreach, fused and capturable compute what the reference does, and fail as they should."""
+
+import copy
+import itertools
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adashift import AdaShift, fused
+from adashift.reference import AdaShiftReference
+
+WAYS = [{}, {"foreach": True}, {"fused": True}, {"capturable": True}]
+NAMES = ["default", "foreach", "fused", "capturable"]
+PHIS = ["max", "mean", "none"]
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=NAMES)
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    """Without one, `fused` is the default path, which would show nothing of the kernel."""
+    if fused.library(torch.float32) is None:
+        pytest.skip("no C compiler: the kernel cannot be built")
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def gradients(generator, shape):
+    """Without end, of changing size, so that a wrong lag shows."""
+    while True:
+        size = torch.rand((), generator=generator, dtype=torch.float64).mul(3).exp()
+        yield size * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@every_way
+@pytest.mark.parametrize("beta1", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_follows_the_reference_with_groups_late_and_missing_gradients(n, phi, beta1, way):
+    """Three parameters in two groups; one comes late, one lacks every third gradient."""
+    generator = torch.Generator().manual_seed(n)
+    for m in sorted({1, min(2, n), n}):
+        options = dict(lr=0.1, betas=(beta1, 0.99), n=n, m=m, phi=phi)
+        shapes = [(7, 11), (), (5, 1, 3)]
+        params = [torch.nn.Parameter(torch.randn(s).double()) for s in shapes]
+        other = options | dict(lr=0.03, betas=(0.5, 0.9), n=n + 1, eps=1e-3)
+        groups = [{"params": params[:2]}, {"params": params[2:], **other}]
+        opt = AdaShift(groups, **options, **way)
+        oracles = [
+            AdaShiftReference(p, **o)
+            for p, o in zip(params, (options, options, other), strict=True)
+        ]
+        streams = [gradients(generator, shape) for shape in shapes]
+        for t in range(1, 5 * n + 6):
+            has = [True, t > 4, t % 3 != 0]
+            for p, oracle, stream, present in zip(params, oracles, streams, has, strict=True):
+                p.grad = next(stream) if present else None
+                if present:
+                    oracle.step(p.grad)
+            opt.step()
+            for p, oracle in zip(params, oracles, strict=True):
+                close(p.detach(), oracle.theta)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_options_follow_the_reference(data):
+    n = data.draw(st.integers(1, 6), label="n")
+    options = dict(
+        lr=data.draw(st.floats(1e-4, 1.0)),
+        betas=(data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])), data.draw(st.floats(0, 0.999))),
+        eps=data.draw(st.sampled_from([1e-8, 1e-3, 1.0])),
+        n=n,
+        m=data.draw(st.one_of(st.none(), st.integers(1, n))),
+        phi=data.draw(st.sampled_from(PHIS)),
+    )
+    way = data.draw(st.sampled_from(WAYS), label="way")
+    shape = data.draw(st.sampled_from([(), (1,), (3,), (17,), (4, 5), (2, 3, 4)]))
+    scales = data.draw(st.lists(st.sampled_from([0.0, 1e-6, 1.0, 1e4]), min_size=1, max_size=25))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    p = torch.nn.Parameter(torch.randn(shape, generator=generator).double())
+    opt, oracle = AdaShift([p], **options, **way), AdaShiftReference(p, **options)
+    for scale in scales:
+        p.grad = scale * torch.randn(shape, generator=generator).double()
+        expected = oracle.step(p.grad)
+        opt.step()
+        size = oracle.theta.abs().max().item() + 1
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-9 * size)
+
+
+def pair(way, shape=(70_000,), dtype=torch.float32, **options):
+    """A parameter of more than one share and not a whole number of lines, by two ways."""
+    a = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+    b = torch.nn.Parameter(a.detach().clone())
+    return a, AdaShift([a], **options), b, AdaShift([b], **options, **way)
+
+
+def feed(pairs, g):
+    for p, opt in pairs:
+        p.grad = g.clone(memory_format=torch.preserve_format)
+        opt.step()
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=NAMES[1:])
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(weight_decay=0.1),
+        dict(weight_decay=0.1, decoupled_weight_decay=False),
+        dict(maximize=True),
+        dict(maximize=True, weight_decay=0.1, decoupled_weight_decay=False, m=1),
+    ],
+    ids=["decoupled", "coupled", "maximize", "all"],
+)
+def test_options_and_large_tensors_as_the_default(options, phi, way):
+    a, default, b, other = pair(way, (70_003,), n=4, lr=0.01, phi=phi, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(14):
+        g = torch.randn(a.shape, generator=generator)
+        feed([(a, default), (b, other)], g)
+        assert torch.equal(b.grad, g)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=NAMES[1:])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_other_dtypes_as_the_default(dtype, way):
+    a, default, b, other = pair(way, (33, 5), dtype, n=3, lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        feed([(a, default), (b, other)], torch.randn(a.shape, generator=generator).to(dtype))
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(a, b, rtol=4 * ulp, atol=4 * ulp)
+
+
+@every_way
+def test_beta1_may_change(way):
+    options = dict(n=6, lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(9).double())
+    opt, oracle = AdaShift([p], **options, **way), AdaShiftReference(p, **options)
+    betas = [0.9] * 9 + [0.5, 0.95, 0.0, 0.0, 0.7] + [1.0] * 20 + [0.9] * 20
+    for beta1, g in zip(betas, gradients(generator, (9,)), strict=False):
+        opt.param_groups[0]["betas"] = (beta1, 0.999)
+        oracle.beta1, p.grad = beta1, g
+        expected = oracle.step(g)
+        opt.step()
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-11)
+
+
+@every_way
+@pytest.mark.parametrize("outlier", [1e30, math.inf])
+def test_what_has_left_the_window_leaves_no_trace_in_it(outlier, way):
+    n, m = 12, 4  # the outlier has left the window long before v sees it
+    moved = []
+    for strange in (False, True):
+        p = torch.nn.Parameter(torch.zeros(20))
+        opt = AdaShift([p], n=n, m=m, **way)
+        generator = torch.Generator().manual_seed(0)
+        for t in range(1, n + m + 2):
+            p.grad = torch.randn(20, generator=generator)
+            if strange and t == 6:
+                p.grad[3] = outlier
+            opt.step()
+            if t == n + 1:
+                before = p.detach().clone()
+        moved.append(p.detach() - before)
+    assert moved[0].abs().min() > 0 and torch.equal(*moved)
+
+
+@every_way
+def test_nan_is_not_hidden(way):
+    for phi in ("max", "mean"):
+        p = torch.nn.Parameter(torch.zeros(5000))
+        opt = AdaShift([p], n=2, m=1, phi=phi, **way)
+        for t in range(3):
+            p.grad = torch.ones(5000)
+            p.grad[4321] = math.nan if t == 0 else 1.0
+            opt.step()
+        assert p.isnan().all()
+
+
+@every_way
+def test_a_block_without_a_scale_does_not_move(way):
+    for phi in PHIS:
+        p = torch.nn.Parameter(torch.zeros(3))
+        opt = AdaShift([p], n=2, phi=phi, weight_decay=0.1, **way)
+        p.data += 1
+        for t in range(8):
+            p.grad = torch.full((3,), float(t > 5))
+            opt.step()
+        assert torch.equal(p.detach(), torch.ones(3))
+
+
+# --- one state for all
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_checkpoint_of_one_way_goes_on_in_another(order, phi):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(13).double())
+    oracle = AdaShiftReference(p, n=5, phi=phi)
+    opt, saved = None, None
+    for t, g in zip(range(30), gradients(generator, (13,)), strict=False):
+        if t % 7 == 0:
+            way = WAYS[order[t // 7 % 3]]
+            opt = AdaShift([p], n=5, phi=phi, **way)
+            if saved:
+                opt.load_state_dict(saved)
+                opt.param_groups[0].update({"foreach": None, "fused": None} | way)
+        p.grad = g
+        expected = oracle.step(g)
+        opt.step()
+        saved = copy.deepcopy(opt.state_dict())
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_capturable_cannot_be_switched_in_mid_training(first):
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = AdaShift([p], n=2, capturable=first)
+    p.grad = torch.ones(2)
+    opt.step()
+    opt.param_groups[0]["capturable"] = not first
+    with pytest.raises(RuntimeError, match="capturable was changed"):
+        opt.step()
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize(("was", "now"), [("max", "mean"), ("mean", "none"), ("none", torch.sum)])
+def test_phi_cannot_be_changed_in_mid_training(was, now, way):
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = AdaShift([p], n=2, phi=was, **way)
+    p.grad = torch.ones(2)
+    opt.step()
+    opt.param_groups[0]["phi"] = now
+    with pytest.raises(RuntimeError, match=f"phi was changed from {was} to"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    "options", [dict(foreach=True, fused=True), dict(fused=True, capturable=True)]
+)
+def test_ways_exclude_each_other(options):
+    with pytest.raises(ValueError, match="exclude each other"):
+        AdaShift([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+# --- the kernel
+
+
+def kernel_steps(monkeypatch):
+    """How many parameters the kernel has taken."""
+    taken = []
+    add = fused.Jobs.add
+    monkeypatch.setattr(fused.Jobs, "add", lambda *args: (taken.append(1), add(*args)))
+    return taken
+
+
+def test_the_kernel_takes_what_it_can(monkeypatch):
+    """Rows apart, a step of two and a function φ go the default way; the result is the same."""
+    taken = kernel_steps(monkeypatch)
+    base = torch.randn(6, 4, 4, 2)
+    kinds = {
+        "contiguous": (base.clone(), "max", True),
+        "channels last": (base.clone(memory_format=torch.channels_last), "mean", True),
+        "transposed": (torch.randn(5, 3).t(), "none", True),
+        "gaps": (torch.randn(8, 6)[:, ::2], "max", False),
+        "function": (base.clone(), lambda x: x.amax(), False),
+        "half": (base.bfloat16(), "max", False),
+    }
+    for name, (start, phi, expected) in kinds.items():
+        a, b = (torch.nn.Parameter(start.detach()) for _ in range(2))
+        b.data = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.data)
+        one, other = AdaShift([a], n=2, phi=phi), AdaShift([b], n=2, phi=phi, fused=True)
+        taken.clear()
+        for _ in range(7):
+            a.grad = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).normal_()
+            b.grad = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.grad)
+            one.step()
+            other.step()
+        assert (len(taken) > 0) == expected, name
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_gradients_of_another_layout_are_taken_by_the_default(monkeypatch):
+    taken = kernel_steps(monkeypatch)
+    a, default, b, other = pair({"fused": True}, (4, 3, 5, 2), n=3)
+    for t in range(12):
+        g = torch.randn(4, 3, 5, 2)
+        feed([(a, default), (b, other)], g.to(memory_format=torch.channels_last) if t % 2 else g)
+    assert len(taken) == 6
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_the_number_of_threads_does_not_change_a_bit(phi):
+    results = []
+    threads = torch.get_num_threads()
+    for number in (1, 2, 5):
+        torch.set_num_threads(number)
+        try:
+            p = torch.nn.Parameter(torch.zeros(300_001))
+            opt = AdaShift([p], n=3, phi=phi, fused=True)
+            for t in range(9):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
+                opt.step()
+            results.append(p.detach())
+        finally:
+            torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_a_window_longer_than_the_kernel_can_sum_up():
+    a, default, b, other = pair({"fused": True}, (50,), n=fused.LONGEST + 3, betas=(1.0, 0.9))
+    for t in range(2 * fused.LONGEST + 20):
+        feed(
+            [(a, default), (b, other)], torch.randn(50, generator=torch.Generator().manual_seed(t))
+        )
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def in_fresh_process(code, **environment):
+    """Standard output of a Python that has loaded no kernel yet."""
+    env = {**os.environ, **environment, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+STEPS = """
+import warnings, torch
+from adashift import AdaShift
+p = torch.nn.Parameter(torch.zeros(3))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    opt = AdaShift([p], n=2, fused=True)
+    for _ in range(4):
+        p.grad = torch.ones(3)
+        opt.step()
+print(p.tolist()[0] < 0, len(seen), *(w.message for w in seen))
+"""
+
+
+def test_without_a_compiler_there_is_one_warning_and_the_default(tmp_path):
+    said = in_fresh_process(STEPS, CC="no-such-compiler", ADASHIFT_CACHE=str(tmp_path))
+    assert said.startswith("True 1 fused=True needs a C compiler, but no-such-compiler was not")
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_line(tmp_path):
+    script = tmp_path / "broken"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no space" >&2; exit 1\n')
+    script.chmod(0o755)
+    said = in_fresh_process(STEPS, CC=str(script), ADASHIFT_CACHE=str(tmp_path / "cache"))
+    assert said.startswith("True 1 ") and "failed: no space; the default path" in said
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_library_is_compiled_once_and_kept(tmp_path):
+    assert in_fresh_process(STEPS, ADASHIFT_CACHE=str(tmp_path)).startswith("True 0")
+    (library,) = tmp_path.iterdir()
+    before = library.stat().st_mtime_ns
+    assert in_fresh_process(STEPS, ADASHIFT_CACHE=str(tmp_path)).startswith("True 0")
+    assert [f.stat().st_mtime_ns for f in tmp_path.iterdir()] == [before]
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert in_fresh_process(STEPS, ADASHIFT_CACHE=str(blocked)).startswith("True 0")
+
+
+# --- torch.compile, and Triton's interpreter
+
+
+COMPILED = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from adashift import AdaShift
+from adashift.reference import AdaShiftReference
+for way in ({}, {"foreach": True}, {"fused": True}, {"capturable": True}):
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    oracle, opt, counter = AdaShiftReference(p, n=3), AdaShift([p], n=3, **way), CompileCounter()
+    step = torch.compile(opt.step, backend=counter, fullgraph="capturable" in way)
+    counts = []
+    for _ in range(14):
+        p.grad = torch.randn(5, dtype=torch.float64)
+        expected = oracle.step(p.grad)
+        step()
+        assert torch.allclose(p, expected, rtol=1e-12, atol=1e-12)
+        counts.append(counter.frame_count)
+    assert counts[2] == counts[-1] <= 2, (way, counts)
+print("ok")
+"""
+
+
+def test_compiled_steps_are_not_compiled_again():
+    assert in_fresh_process(COMPILED).endswith("ok\n")
+
+
+TRITON = """
+import torch
+from adashift import AdaShift, lists, optimizer
+from adashift.window import plan
+for phi in ("max", "mean"):
+    for n, m in ((1, 1), (3, 3), (5, 2)):
+        for decay in (0.0, 0.1):
+            options = dict(n=n, m=m, phi=phi, weight_decay=decay)
+            a = torch.nn.Parameter(torch.randn(3000, dtype=torch.float64))
+            b = torch.nn.Parameter(a.detach().clone())
+            default, fused = AdaShift([a], **options), AdaShift([b], **options)
+            group, state = fused.param_groups[0], fused.state[b]
+            group["fused"] = True
+            assert lists.triton_kernel().fits(b, b, plan({}, b, 1, 0.9, m), phi)
+            for _ in range(4 * n + 3):
+                a.grad = g = torch.randn(3000, dtype=torch.float64)
+                default.step()
+                t = optimizer.begin(state, g, group)
+                with torch.no_grad():
+                    lists.update([(b, g, state, plan(state, g, t, 0.9, m), t)], group)
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(state["v"], default.state[a]["v"], rtol=1e-6, atol=1e-9)
+            g = torch.ones(3000, dtype=torch.float64)
+            g[2222] = float("nan")
+            size, move = state["v"], plan({}, g, 1, 0.9, 1)
+            assert lists.triton_kernel().step(b, g, move, size, 0.9, 1.0, 1.0, phi).isnan()
+print("ok")
+"""
+
+
+def test_triton_kernel_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert in_fresh_process(TRITON, TRITON_INTERPRET="1").endswith("ok\n")
+
+
+def test_no_warning_where_there_is_a_compiler():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdaShift([torch.nn.Parameter(torch.zeros(1))], fused=True)
