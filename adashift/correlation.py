@@ -1,0 +1,414 @@
+"""Correlations over time, element by element, in one pass: no gradient is kept for long.
+
+`RunningCorrelation` is Pearson's coefficient of any two streams. `CorrelationStudy` is the paper's
+Appendix C (Tables 1 to 4 and Adam's number) for ten lags at once.
+"""
+
+from collections.abc import Sequence
+from math import inf, nan, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adashift.optimizer import check_count, check_number
+
+# A variance below this share of the mean square is rounding: the element does not vary.
+ROUNDING = 1e-12
+# A block of time × columns that stays in a core's cache; 32 steps a block make the rest cheap.
+STEPS, COLUMNS = 32, 4096
+
+
+def pearson(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
+    """Σdxdy / √(Σdx² Σdy²) of sums over deviations from the mean; NaN where one does not vary.
+
+    >>> pearson(torch.tensor([1.0, 0.0]), torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
+    tensor([0.5000,    nan])
+    """
+    r = xy / (xx.sqrt() * yy.sqrt())
+    return torch.where((xx > 0) & (yy > 0), r, nan)
+
+
+def welford(moments: Tensor, x: Tensor, y: Tensor, count: int) -> None:
+    """Take the count-th pair into moments, whose rows are x̄, ȳ, Σdx², Σdy² and Σdxdy."""
+    mean_x, mean_y, xx, yy, xy = moments
+    dx, dy = x - mean_x, y - mean_y
+    mean_x.add_(dx, alpha=1 / count)
+    mean_y.add_(dy, alpha=1 / count)
+    share = 1 - 1 / count
+    xx.addcmul_(dx, dx, value=share)
+    yy.addcmul_(dy, dy, value=share)
+    xy.addcmul_(dx, dy, value=share)
+
+
+class RunningCorrelation:
+    """Pearson's correlation of two streams of tensors, for each element, by Welford's updates.
+
+    Example:
+        >>> r = RunningCorrelation((2,))
+        >>> for t in range(4):
+        ...     r.update(torch.tensor([t, t]), torch.tensor([2 * t + 1, t % 2]))
+        >>> r.value(), r.count
+        (tensor([1.0000, 0.4472], dtype=torch.float64), 4)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.count = 0
+        self._moments = torch.zeros((5, *shape), dtype=dtype, device=device)
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        """Take in one pair; y, or x, may be a single number."""
+        self.count += 1
+        welford(self._moments, x.to(self._moments), y.to(self._moments), self.count)
+
+    def value(self) -> Tensor:
+        """The correlation of each element so far; NaN where x or y has not varied."""
+        return pearson(*self._moments[2:])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "moments": self._moments.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        copy_into(self._moments, state["moments"], "moments")
+
+
+class Row(NamedTuple):
+    """One number of Tables 1 to 4: the mean of a correlation over elements, and their spread."""
+
+    kind: str  # "temporal", "spatial", "non" (n = 0: Adam) or "max" (n = 0: spatial-only)
+    n: int
+    beta2: float | None  # of "non" and "max"
+    mean: float
+    std: float
+    elements: int  # those that vary; the others have no correlation and are left out
+
+
+class CorrelationStudy:
+    """The correlations of Appendix C over a stretch of gradients g_0 … g_{T−1} of one tensor.
+
+    For every lag n = 1 … lags, over the pairs of steps (t, t−n) with 0 ≤ t−n and t < T:
+
+        temporal   g_t[i] and g_{t−n}[i], over all elements (Table 1)
+        spatial    g_t[i] and g_{t−n}[j], over fixed random pairs i ≠ j (Table 2)
+        non        g_t[i]² and v_t[i],  v_t = β2 v_{t−1} + (1−β2) g_{t−n}² (Table 3)
+        max        g_t[i]² and v_t,     v_t = β2 v_{t−1} + (1−β2) max_j g_{t−n}[j]² (Table 4)
+
+    "non" and "max" are there for n = 0 too: v_t with the current gradient, Adam's number and
+    spatial-only's. Tables 3 and 4 are captioned with g_{t−n}² instead of g_t², which v_t contains:
+    that reading is n = 0 but for the last n steps.
+
+    v is 0 before the first gradient and is not corrected for that. Its rise over 1/(1−β2) steps
+    then counts as spread of v and hides the correlation (at β2 = 0.999 and over 8,590 independent
+    gradients Adam's 0.045 becomes 0.005, and Table 3's −0.007 becomes −0.001, so the printed
+    −0.011 is of a v that was running before). Show what came before the stretch to `warm_up`: it
+    moves v and nothing else.
+
+    v of lag n is Adam's v of n steps ago. With w_t = v_t / (1−β2) = β2 w_{t−1} + g_t², whose
+    correlations are those of v, all lags follow from the longest, and w's own sums from the rest:
+
+        Σ g_t² w_{t−n} = β2 Σ g_t² w_{t−n−1} + Σ g_t² g_{t−n}²
+        (1−β2)  Σ w_t  = Σ g_t² − β2 w_{T−1}
+        (1−β2²) Σ w_t² = Σ g_t⁴ + 2 β2 Σ g_t² w_{t−1} − β2² w_{T−1}²
+
+    and with a w_{−1} from before the stretch a term more in each. That leaves two products a lag
+    and element, and two more for each β2. Sums are in float64: the mean of v is some 30 times its
+    spread, which is the difference of two sums.
+
+    Memory for N elements: 32 + 2 lags floats and 3 + 2 lags + (4 + lags) |β2| doubles for each,
+    620 bytes with the defaults; never the stretch.
+
+    Args:
+        shape: the shape of the gradients.
+        lags: the largest n.
+        beta2s: every β2 to follow v with.
+        pairs: how many pairs i ≠ j.
+        generator: draws the pairs.
+        dtype: how gradients are kept until their block of steps is full.
+
+    Example:
+        >>> random = torch.Generator().manual_seed(0)
+        >>> study = CorrelationStudy((8, 8), lags=2, beta2s=[0.9], pairs=16, generator=random)
+        >>> for _ in range(5000):
+        ...     study.update(torch.randn(8, 8, generator=random))
+        >>> adam = next(row for row in study.results() if (row.kind, row.n) == ("non", 0))
+        >>> round(adam.mean, 2)   # √(1 − 0.9²) for independent gradients
+        0.43
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        lags: int = 10,
+        beta2s: Sequence[float] = (0.9, 0.999),
+        pairs: int = 256,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shape, self.size = torch.Size(shape), prod(shape)
+        self.lags = L = check_count("lags", lags, inf, "the paper has 10")
+        self.beta2s = [float(check_number("beta2", b, 0, 1, 0.999)) for b in beta2s]
+        self.count = self._waiting = 0
+        self._i, self._j = (x.to(device) for x in random_pairs(self.size, pairs, generator))
+
+        def zeros(*leading: int, size: int = self.size, as_type: Any = torch.float64) -> Tensor:
+            return torch.zeros(*leading, size, dtype=as_type, device=device)
+
+        B = len(self.beta2s)
+        self._buffer = zeros(L + STEPS, as_type=dtype)  # the newest `lags`, then those that wait
+        self._head = zeros(L, as_type=dtype)  # the first: each lag leaves some of them out
+        self._sums = {
+            "g": zeros(),
+            "s": zeros(),  # s is g²
+            "ss": zeros(),
+            "gg_lag": zeros(L),  # last row: lag 1
+            "ss_lag": zeros(L),
+            "pair": zeros(L, size=pairs),
+            "w": zeros(B),  # that of `lags` steps ago
+            "sw": zeros(B),
+            "w_before": zeros(B),  # w_{−1}
+            "max_v": zeros(L + 1, size=B),  # the newest values of max's v, the current one last
+            "sum_max": zeros(L + 1, size=B),  # row n: over the steps with a v of n steps ago
+            "sum_max_max": zeros(L + 1, size=B),
+            "sum_s_max": zeros(L + 1, B),
+        }
+
+    def warm_up(self, g: Tensor) -> None:
+        """Let v see a gradient from before the stretch."""
+        if self.count > 0:
+            raise RuntimeError(
+                f"warm_up was called after {self.count} steps; v before the stretch is needed "
+                "when it begins: call it before the first update"
+            )
+        self._check(g)
+        s = g.detach().reshape(-1).double().square_()
+        before, newest = self._sums["w_before"], self._sums["max_v"]
+        torch.addcmul(s, self._beta2_column(), before, out=before)
+        self._sums["w"].copy_(before)
+        beta2 = newest.new_tensor(self.beta2s)
+        newest[-1] = beta2 * newest[-1] + (1 - beta2) * s.max()
+
+    def update(self, g: Tensor) -> None:
+        """Take in the gradient of the next step; its values are kept, not the tensor."""
+        self._check(g)
+        self._buffer[self.lags + self._waiting].copy_(g.detach().reshape(-1))
+        if self.count < self.lags:
+            self._head[self.count].copy_(self._buffer[self.lags + self._waiting])
+        self.count += 1
+        self._waiting += 1
+        if self._waiting == STEPS:
+            self._absorb()
+
+    def _check(self, g: Tensor) -> None:
+        if g.shape != self.shape:
+            raise ValueError(
+                f"the gradient has shape {tuple(g.shape)}; this study is of "
+                f"{tuple(self.shape)}: build one CorrelationStudy for each tensor"
+            )
+
+    def results(self) -> list[Row]:
+        """Every correlation so far, first by kind, then by n, then by β2."""
+        self._absorb()
+        lags = range(1, self.lags + 1)
+        rows = [row("temporal", n, None, self._temporal(n)) for n in lags]
+        rows += [row("spatial", n, None, self._spatial(n)) for n in lags]
+        for kind, table in (("non", self._non()), ("max", self._max())):
+            for n, values in enumerate(table):
+                rows += [row(kind, n, b, r) for b, r in zip(self.beta2s, values, strict=True)]
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ints and tensors only; a study that loads it goes on to the same bits."""
+        tensors = {name: x.clone() for name, x in self._tensors().items()}
+        return {"count": self.count, "waiting": self._waiting, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self._waiting = state["count"], state["waiting"]
+        for name, x in self._tensors().items():
+            copy_into(x, state["tensors"][name], name)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own = {"buffer": self._buffer, "head": self._head, "i": self._i, "j": self._j}
+        return own | self._sums
+
+    # Summing up
+
+    def _absorb(self) -> None:
+        """Add the steps that wait to the sums, a few columns at a time so that they stay cached."""
+        L, steps = self.lags, self._waiting
+        if steps == 0:
+            return
+        g = self._buffer[: L + steps]
+        max_v = self._absorb_max(largest_square(g[L:]))
+        for start in range(0, self.size, COLUMNS):
+            columns = slice(start, start + COLUMNS)
+            x = g[:, columns].double()
+            self._absorb_products(x, columns)
+            s = x.square_()
+            self._absorb_w(s, columns)
+            sums = self._sums["sum_s_max"][..., columns]
+            sums += torch.tensordot(max_v, s[L:], dims=([0], [0]))
+        self._absorb_pairs(g)
+        g[:L].copy_(g[steps:].clone() if steps < L else g[steps:])
+        self._waiting = 0
+
+    def _absorbed(self) -> int:
+        return self.count - self._waiting
+
+    def _absorb_products(self, x: Tensor, columns: slice) -> None:
+        L, sums = self.lags, self._sums
+        gg, ss = sums["gg_lag"][:, columns].clone(), sums["ss_lag"][:, columns].clone()
+        product = torch.empty_like(gg)
+        for t in range(L, len(x)):
+            torch.mul(x[t - L : t], x[t], out=product)
+            gg.add_(product)
+            ss.addcmul_(product, product)
+        sums["gg_lag"][:, columns], sums["ss_lag"][:, columns] = gg, ss
+        sums["g"][columns] += x[L:].sum(0)
+
+    def _absorb_w(self, s: Tensor, columns: slice) -> None:
+        L, sums = self.lags, self._sums
+        sums["s"][columns] += s[L:].sum(0)
+        sums["ss"][columns] += s[L:].square().sum(0)
+        w, sw = sums["w"][:, columns].clone(), sums["sw"][:, columns].clone()
+        beta2 = self._beta2_column()
+        begins = max(L, 2 * L - self._absorbed())  # `lags` steps ago is in the stretch from here on
+        for t in range(begins, len(s)):
+            torch.addcmul(s[t - L], beta2, w, out=w)
+            sw.addcmul_(s[t], w)
+        sums["w"][:, columns], sums["sw"][:, columns] = w, sw
+
+    def _absorb_max(self, largest: Tensor) -> Tensor:
+        """Run max's v, one number a step, over the block; return v_{t−n} for each t and n."""
+        newest, sums = self._sums["max_v"], self._sums
+        beta2 = newest.new_tensor(self.beta2s)
+        lagged = newest.new_empty(len(largest), *newest.shape)
+        for t, x in enumerate(largest):
+            newest[:-1] = newest[1:].clone()
+            newest[-1] = beta2 * newest[-1] + (1 - beta2) * x
+            lagged[t] = newest.flip(0)
+            lagged[t, self._absorbed() + t + 1 :] = 0  # from before the stretch
+        sums["sum_max"] += lagged.sum(0)
+        sums["sum_max_max"] += lagged.square().sum(0)
+        return lagged
+
+    def _absorb_pairs(self, g: Tensor) -> None:
+        L = self.lags
+        at_i, at_j = g[L:, self._i].double(), g[:, self._j].double()
+        for n in range(1, L + 1):
+            self._sums["pair"][L - n] += (at_i * at_j[L - n : len(g) - n]).sum(0)
+
+    # From sums to correlations
+
+    def _temporal(self, n: int) -> Tensor:
+        late, early = self._late("g", n), self._early("g", n)
+        late_square, early_square = self._late("s", n), self._early("s", n)
+        product = self._sums["gg_lag"][self.lags - n]
+        return self._from_sums(n, late, early, late_square, early_square, product)
+
+    def _spatial(self, n: int) -> Tensor:
+        late, late_square = self._late("g", n)[self._i], self._late("s", n)[self._i]
+        early, early_square = self._early("g", n)[self._j], self._early("s", n)[self._j]
+        product = self._sums["pair"][self.lags - n]
+        return self._from_sums(n, late, early, late_square, early_square, product)
+
+    def _non(self) -> list[list[Tensor]]:
+        """For n = 0 … lags and each β2."""
+        last, sw = self._down_to_0()
+        beta2, s, ss = self._beta2_column(), self._sums["s"], self._sums["ss"]
+        before = self._sums["w_before"]
+        w_change, ww_change = last[0] - before, last[0].square() - before.square()
+        before_s = sw[1] + before * self._head[0].double().square()
+        w = (s - beta2 * w_change) / (1 - beta2)
+        ww = (ss + 2 * beta2 * before_s - beta2**2 * ww_change) / (1 - beta2**2)
+        table = []
+        for n in range(self.lags + 1):
+            late, late_square = self._late("s", n), self._late("ss", n)
+            table.append(list(self._from_sums(n, late, w, late_square, ww, sw[n])))
+            w, ww = w - last[n], ww - last[n].square()
+        return table
+
+    def _down_to_0(self) -> tuple[list[Tensor], list[Tensor]]:
+        """w_{T−1−n} and Σ g_t² w_{t−n} for n = 0 … lags; only those of n = lags are kept."""
+        L, sums, beta2 = self.lags, self._sums, self._beta2_column()
+        last, sw = [sums["w"]], [sums["sw"]]
+        products = [*sums["ss_lag"][1:], sums["ss"]]
+        for n in range(L - 1, -1, -1):
+            g, first = self._buffer[L - 1 - n].double(), self._head[n].double()
+            begun = self.count > n  # w_{T−1−n} is from the stretch
+            last.append(beta2 * last[-1] + g.square() if begun else last[-1])
+            own = products[L - 1 - n]
+            sw.append(beta2 * (sw[-1] + first.square() * sums["w_before"]) + own)
+        return last[::-1], sw[::-1]
+
+    def _beta2_column(self) -> Tensor:
+        return self._sums["w"].new_tensor(self.beta2s)[:, None]
+
+    def _max(self) -> list[list[Tensor]]:
+        sums, table = self._sums, []
+        for n in range(self.lags + 1):
+            late, late_square = self._late("s", n), self._late("ss", n)
+            v, vv = sums["sum_max"][n, :, None], sums["sum_max_max"][n, :, None]
+            table.append(list(self._from_sums(n, late, v, late_square, vv, sums["sum_s_max"][n])))
+        return table
+
+    def _late(self, name: str, n: int) -> Tensor:
+        """Σ over t = n … T−1: all but the first n."""
+        return self._sums[name] - power_sum(name, self._head[:n])
+
+    def _early(self, name: str, n: int) -> Tensor:
+        """Σ over t = 0 … T−1−n: all but the last n."""
+        return self._sums[name] - power_sum(name, self._buffer[self.lags - n : self.lags])
+
+    def _from_sums(
+        self, n: int, x: Tensor, y: Tensor, xx: Tensor, yy: Tensor, xy: Tensor
+    ) -> Tensor:
+        pairs = self.count - n
+        if pairs < 2:
+            return torch.full_like(xy, nan)
+        dxdx, dydy = xx - x * x / pairs, yy - y * y / pairs
+        dxdx = torch.where(dxdx > ROUNDING * xx, dxdx, 0.0)
+        dydy = torch.where(dydy > ROUNDING * yy, dydy, 0.0)
+        return pearson(dxdx, dydy, xy - x * y / pairs)
+
+
+def power_sum(name: str, g: Tensor) -> Tensor:
+    """Σ g, Σ g² or Σ g⁴ over time, for the sums "g", "s" and "ss"."""
+    return g.double().pow({"g": 1, "s": 2, "ss": 4}[name]).sum(0)
+
+
+def largest_square(g: Tensor) -> Tensor:
+    """The largest square of each row."""
+    low, high = torch.aminmax(g, dim=1)
+    return torch.maximum(-low, high).double().square_()
+
+
+def row(kind: str, n: int, beta2: float | None, values: Tensor) -> Row:
+    values = values[~values.isnan()]
+    if values.numel() == 0:
+        return Row(kind, n, beta2, nan, nan, 0)
+    std, mean = torch.std_mean(values, correction=0)
+    return Row(kind, n, beta2, mean.item(), std.item(), values.numel())
+
+
+def random_pairs(size: int, pairs: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Indices i and j of elements, i ≠ j."""
+    if size < 2:
+        raise ValueError(f"the gradients have {size} elements; a pair i ≠ j needs at least 2")
+    i = torch.randint(size, (pairs,), generator=generator)
+    return i, (i + torch.randint(1, size, (pairs,), generator=generator)) % size
+
+
+def copy_into(own: Tensor, saved: Tensor, name: str) -> None:
+    if own.shape != saved.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(saved.shape)} in the checkpoint and {tuple(own.shape)} here; "
+            "build the object with the arguments that it was saved with"
+        )
+    own.copy_(saved)

@@ -1,0 +1,629 @@
+"""A probe for any training: does the optimizer's second moment know the gradient that it divides?
+
+The paper's diagnosis of Adam, measured while you train: the correlation of g_t² with v_t, and the
+net update factor k of large gradients against that of small ones (section 3).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import inf, nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from adashift.baselines import AdamNC, SpatialOnly
+from adashift.correlation import copy_into, pearson, welford
+from adashift.optimizer import AdaShift, as_real, check_count
+
+State = dict[str, Any]
+Group = dict[str, Any]
+Pick = Callable[[Tensor], Tensor]
+Vectors = dict[str, Tensor]
+Counts = dict[str, float]
+
+# How long an element's own mean square reaches back: longer than the usual v (1,000 steps at
+# β2 = 0.999 and fewer elsewhere) it would lag behind training, shorter it would follow v.
+MEMORY = 1000
+# Gradients that only set this scale. Adam's first step sizes are about 1 / |g_1|, so heavy in their
+# tail that a few elements would decide the mean, and next to a scale of g_1 all others look large.
+SETTLE = 100
+
+
+class Step(NamedTuple):
+    """What one update does with gradients: θ −= size / (√divisor + eps) · Σ_j weight_j g_{t−j}.
+
+    The weights are `gain` times a memory, which is an exponential one (decay, entry), or the newest
+    `window` gradients with weights decay^j; and `now` for the current gradient besides.
+    """
+
+    size: float  # 0: no update by this rule
+    eps: float
+    decay: float = 0.0
+    entry: float = 1.0
+    gain: float = 1.0
+    now: float = 0.0
+    window: int = 0
+
+
+class Rule(NamedTuple):
+    """How to read an optimizer."""
+
+    v: Callable[[State, Group, Pick], Tensor]
+    step: Callable[[State, Group], Step]
+    divisor: Callable[[State, Group, Pick, Tensor], Tensor] | None = None  # where it is not v
+
+
+def adam_v(state: State, group: Group, pick: Pick) -> Tensor:
+    return pick(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
+
+
+def adam_step(state: State, group: Group) -> Step:
+    t, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
+    root = math.sqrt(1 - beta2**t)
+    return Step(
+        size=float(group["lr"]) * root,
+        eps=group["eps"] * root,
+        decay=beta1,
+        entry=1 - beta1,
+        gain=1 / (1 - beta1**t),
+    )
+
+
+def nadam_step(state: State, group: Group) -> Step:
+    t, beta1, decay = float(state["step"]), float(group["betas"][0]), group["momentum_decay"]
+    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (i * decay)) for i in (t, t + 1))
+    product = float(state["mu_product"])
+    now, gain = (1 - mu) / (1 - product), mu_next / (1 - product * mu_next)
+    return adam_step(state, group)._replace(now=now, gain=gain)
+
+
+def radam_step(state: State, group: Group) -> Step:
+    t, beta2 = float(state["step"]), float(group["betas"][1])
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * t * beta2**t / (1 - beta2**t)
+    if length <= 5:  # the first steps are not divided by √v
+        return adam_step(state, group)._replace(size=0.0)
+    rectify = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    step = adam_step(state, group)
+    return step._replace(size=step.size * math.sqrt(rectify), eps=group["eps"])
+
+
+def adamax_step(state: State, group: Group) -> Step:
+    return adam_step(state, group)._replace(size=float(group["lr"]), eps=0.0)
+
+
+def adamnc_step(state: State, group: Group) -> Step:
+    t, beta1 = float(state["step"]), group["beta1"]
+    size, gain = float(group["lr"]), 1 / (1 - beta1**t)
+    return Step(size, group["eps"], decay=beta1, entry=1 - beta1, gain=gain)
+
+
+def adashift_step(state: State, group: Group) -> Step:
+    t, n, (beta1, beta2) = float(state["step"]), group["n"], group["betas"]
+    m = group["m"] or n
+    root = math.sqrt(1 - beta2 ** (t - n)) if t > n else 0.0
+    return Step(
+        size=float(group["lr"]) * root,
+        eps=group["eps"] * root,
+        decay=beta1,
+        gain=1 / sum(beta1**j for j in range(m)),
+        window=m,
+    )
+
+
+def rmsprop_v(state: State, group: Group, pick: Pick) -> Tensor:
+    v = pick(state["square_avg"])
+    return v - pick(state["grad_avg"]).square() if group["centered"] else v
+
+
+def plain_step(state: State, group: Group) -> Step:
+    """Without momentum, or, as in RMSprop, with momentum of what has been divided before."""
+    return Step(float(group["lr"]), group["eps"])
+
+
+def adagrad_step(state: State, group: Group) -> Step:
+    slower = 1 + (float(state["step"]) - 1) * group["lr_decay"]
+    return Step(float(group["lr"]) / slower, group["eps"])
+
+
+def adadelta_step(state: State, group: Group) -> Step:
+    return Step(float(group["lr"]), 0.0)
+
+
+def adadelta_divisor(state: State, group: Group, pick: Pick, s: Tensor) -> Tensor:
+    """(v + ε) / (d + ε), where d is acc_delta before the step: ρd + (1−ρ)Δ² is what it is now."""
+    rho, eps = group["rho"], group["eps"]
+    v, after = pick(state["square_avg"]).to(s), pick(state["acc_delta"]).to(s)
+    return (rho * (v + eps) + (1 - rho) * s) / (after + rho * eps)
+
+
+def keyed(key: str) -> Callable[[State, Group, Pick], Tensor]:
+    return lambda state, group, pick: pick(state[key])
+
+
+RULES: dict[type[Optimizer], Rule] = {
+    AdaShift: Rule(keyed("v"), adashift_step),
+    SpatialOnly: Rule(keyed("v"), adam_step),
+    AdamNC: Rule(keyed("v"), adamnc_step),
+    NAdam: Rule(adam_v, nadam_step),
+    RAdam: Rule(adam_v, radam_step),
+    Adam: Rule(adam_v, adam_step),  # AdamW is one
+    Adamax: Rule(lambda state, group, pick: pick(state["exp_inf"]).square(), adamax_step),
+    RMSprop: Rule(rmsprop_v, plain_step),
+    Adagrad: Rule(keyed("sum"), adagrad_step),
+    Adadelta: Rule(keyed("square_avg"), adadelta_step, adadelta_divisor),
+}
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """How to read this optimizer; one that is unknown must keep its moments as Adam does."""
+    for known, rule in RULES.items():
+        if isinstance(optimizer, known):
+            return rule
+    kept = [state for state in optimizer.state.values() if state]
+    from_torch = type(optimizer).__module__.startswith("torch.optim")
+    if from_torch or not all("exp_avg_sq" in state for state in kept):
+        names = ", ".join(known.__name__ for known in RULES)
+        raise TypeError(
+            f"{type(optimizer).__name__} keeps no second moment that the probe knows; use one of "
+            f"{names}, or an optimizer with Adam's state (exp_avg_sq, step) and options (lr, "
+            "betas, eps)"
+        )
+    return RULES[Adam]
+
+
+NO_COUNTS: Counts = {
+    "seen": 0,  # gradients
+    "samples": 0,  # of g² and v
+    "held": 0.0,  # weight of the gradients in memory
+    "weight": 0.0,  # … summed over the sampled steps
+    "fresh": 0,  # whether the last step was sampled
+    "met": 0,  # gradients that followed a sampled step
+}
+
+
+@dataclass
+class Block:
+    """One parameter tensor: where its elements stand in the probe's vectors, and its counts."""
+
+    name: str
+    shape: torch.Size
+    columns: slice
+    index: Tensor | None  # None: every element
+    counts: Counts = field(default_factory=lambda: dict(NO_COUNTS))
+    has_gradient: bool = False
+
+    def pick(self, x: Tensor) -> Tensor:
+        """The block's own elements of x, which may be one number, or broadcast to the block."""
+        x = as_real(x)
+        if x.numel() == 1:
+            return x.reshape(1)
+        if x.shape != self.shape:
+            x = x.expand(self.shape)
+        if self.index is None:
+            return x.reshape(-1)
+        if x.is_contiguous():
+            return x.view(-1).index_select(0, self.index)
+        return x.take(self.index)
+
+
+class DecorrelationProbe:
+    """Watches an optimizer and reports, for each block (one parameter tensor):
+
+    correlation: of g_t² and v_t over time, the mean over elements. v_t is the raw second moment
+        that the step divides by, as in the paper. Independent gradients give Adam √(1 − β2²), which
+        is 0.436 at β2 = 0.9 and 0.045 at 0.999, and AdaShift 0, or a little less in a short
+        run. While v rises from 0, over its first few 1 / (1 − β2) steps, that rise hides the
+        correlation: call `reset` after it.
+    k_ratio: the mean net update factor of large gradients over that of small ones; 1 is unbiased,
+        below 1 large gradients count for less. k(g_t) = Σ_{i≥t} c_{i,t} D_i, where D_i is the step
+        size of step i as the optimizer takes it (its lr, bias correction and eps) and c_{i,t}
+        the weight of g_t in the direction of step i; both sums, of k and of the weights, run over
+        the steps so far.
+    k_effect: k_ratio over the same ratio of the step sizes that stood just before each gradient
+        came. A gradient cannot have changed those, so what they differ by (training that slows
+        down, chance in a short run) is taken out and its own effect is left.
+
+    A gradient is large if g² is above the element's own mean square over the 1,000 gradients before
+    it: no other element and no later step decides. k is divided by the element's mean k
+    before a block is averaged, so that elements with small v do not speak for all.
+
+    The sum over later steps needs no store: Σ_t [g_t large] k(g_t) = Σ_i D_i Σ_{t≤i} c_{i,t} [g_t
+    large], and the inner sum is the optimizer's own first moment, taken of 0 and 1.
+
+    The cost is some 30 small operations a step and 8 a block, whatever the size of the blocks: on
+    one CPU core a fifth of a step of a 784-256-256-10 net with batch 64, half of that with
+    every=10, and little beside a larger net. `python -m adashift.probe` measures it.
+
+    The training is the same to the bit with the probe and without. Supported are torch's Adam,
+    AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta (AMSGrad's maximum where it is
+    on), AdaShift, SpatialOnly, AdamNC, and others that keep Adam's state. Steps that are not
+    divided by √v (AdaShift's first n, RAdam's first five) are left out, and the first 100
+    gradients of a block only set its scale: k is known after them.
+
+    Args:
+        optimizer: what to watch; parameter groups that are added later are watched too.
+        every: read v at every so many steps only. Gradients are read at each, for k needs them.
+        elements: at most so many elements of a block, drawn once. Memory is 18 doubles for each
+            (and m more for AdaShift's window).
+        names: names of the blocks, in the optimizer's order, or pairs such as
+            model.named_parameters(). Without, the optimizer's own names if it was built with
+            named parameters, else "0", "1", …
+        seed: draws the elements; torch's own random state is not touched.
+        dtype: of the sums; float32 for a device without float64.
+
+    Example:
+        >>> theta = torch.nn.Parameter(torch.zeros(100))
+        >>> optimizer = torch.optim.Adam([("theta", theta)], lr=0.001, betas=(0.0, 0.9))
+        >>> random = torch.Generator().manual_seed(0)
+        >>> with DecorrelationProbe(optimizer) as probe:
+        ...     for _ in range(2000):
+        ...         theta.grad = torch.randn(100, generator=random)
+        ...         optimizer.step()
+        >>> {name: round(value, 2) for name, value in probe.results().items()}
+        {'theta/correlation': 0.43, 'theta/k_ratio': 0.89, 'theta/k_effect': 0.89}
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        every: int = 1,
+        elements: int = 256,
+        names: Iterable[str] | Iterable[tuple[str, Tensor]] | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        rule_of(optimizer)
+        self.optimizer, self.dtype = optimizer, dtype
+        self.every = check_count("every", every, inf, "1 reads v at every step")
+        self.elements = check_count("elements", elements, inf, "usually 256")
+        self._names: list[Any] = list(names or [])
+        self._random = torch.Generator().manual_seed(seed)
+        self._blocks: list[Block] = []
+        self._vectors: dict[str, Tensor] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._grow()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def results(self) -> dict[str, float]:
+        """Block name / quantity → number, NaN for what is not known yet; fit for wandb.log."""
+        results = {}
+        for block in self._blocks:
+            x = self._of(block.columns)
+            r = pearson(*x["moments"][2:])
+            results[f"{block.name}/correlation"] = r.nanmean().item()
+            results[f"{block.name}/k_ratio"] = k_ratio = ratio(x, block.counts, "D", "weight")
+            met = ratio(x, block.counts, "before", "met")
+            results[f"{block.name}/k_effect"] = k_ratio / met if met else nan
+        return results
+
+    def reset(self) -> None:
+        """Forget what was seen; the elements stay."""
+        for block in self._blocks:
+            block.counts.update(NO_COUNTS)
+        for x in self._vectors.values():
+            x.zero_()
+
+    def remove(self) -> None:
+        """Take the hooks off; results stay."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> "DecorrelationProbe":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and tensors only, so that torch.load with weights_only=True reads it."""
+        return {
+            "counts": [dict(block.counts) for block in self._blocks],
+            "index": [block.index for block in self._blocks],
+            "vectors": {name: x.clone() for name, x in self._vectors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, x in self._vectors.items():
+            copy_into(x, state["vectors"][name], name)
+        for block, counts, index in zip(self._blocks, state["counts"], state["index"], strict=True):
+            block.counts.update(counts)
+            block.index = index if index is None else index.to(x.device, copy=True)
+
+    # Layout: the elements of all blocks stand side by side, so that a step is a few operations
+    # however many blocks there are
+
+    def _grow(self) -> None:
+        """Make room for parameters that are not known yet."""
+        end = self._blocks[-1].columns.stop if self._blocks else 0
+        for number, (p, group) in enumerate(parameters(self.optimizer)):
+            if number >= len(self._blocks):
+                shape = as_real(p).shape
+                columns = slice(end, end := end + min(shape.numel(), self.elements))
+                block = Block(self._name(number, p, group), shape, columns, self._draw(p))
+                self._blocks.append(block)
+        device = next(parameters(self.optimizer))[0].device
+        for name, rows in ROWS.items():
+            new = torch.zeros(*rows, end, dtype=self.dtype, device=device)
+            self._vectors[name] = keep(new, self._vectors.get(name))
+        self._views.clear()
+        self._grow_window(torch.zeros(longest_window(self.optimizer), end).to(new))
+
+    def _grow_window(self, new: Tensor) -> None:
+        """Row i % (number of rows) holds gradient i of a block, so each has to find its new row."""
+        old = self._vectors.get("window", new[:0])
+        self._vectors["window"] = new
+        for block in self._blocks:
+            seen = int(block.counts["seen"])
+            for i in range(max(0, seen - len(old)), seen):
+                new[i % len(new), block.columns] = old[i % len(old), block.columns]
+
+    def _draw(self, p: Tensor) -> Tensor | None:
+        size = as_real(p).numel()
+        if size <= self.elements:
+            return None
+        # One drawn twice does no harm, and drawing without would list all elements.
+        drawn = torch.randint(size, (self.elements,), generator=self._random)
+        return drawn.sort().values.to(p.device)
+
+    def _name(self, number: int, p: Tensor, group: Group) -> str:
+        for given in self._names:
+            if not isinstance(given, str) and given[1] is p:
+                return given[0]
+        if number < len(self._names) and isinstance(self._names[number], str):
+            return self._names[number]
+        if "param_names" in group:
+            return group["param_names"][[q is p for q in group["params"]].index(True)]
+        return str(number)
+
+    def _of(self, columns: slice) -> dict[str, Tensor]:
+        """Views of the vectors; making them anew would be a quarter of the probe's time."""
+        key = columns.start, columns.stop
+        if key not in self._views:
+            self._views[key] = {name: x[..., columns] for name, x in self._vectors.items()}
+        return self._views[key]
+
+    # Watching
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Read the gradients now, or, if they come from a closure, as soon as it has run."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._read_gradients()
+            return None
+
+        def closure_and_read() -> Any:
+            loss = closure()
+            self._read_gradients()
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": closure_and_read}
+        return (args[0], closure_and_read, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def _read_gradients(self) -> None:
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) > len(self._blocks):
+            self._grow()
+        scale = getattr(self.optimizer, "grad_scale", None)  # GradScaler leaves it to fused rules
+        coupled = coupled_weight_decay(self.optimizer)
+        for block, (p, group) in zip(self._blocks, parameters(self.optimizer), strict=True):
+            block.has_gradient = p.grad is not None and p.numel() > 0
+            if p.grad is not None and p.numel() > 0:
+                g = self._of(block.columns)["g"].copy_(block.pick(dense(p.grad)))
+                if scale is not None:
+                    g.div_(scale.to(g))
+                if coupled(group):
+                    g.mul_(-1 if group.get("maximize") else 1)
+                    g.add_(block.pick(p.detach()).to(g), alpha=group["weight_decay"])
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is not None and skipped.item():
+            return
+        rule = rule_of(optimizer)
+        seen = [
+            (block, self._read_step(rule, block, optimizer.state[p], group))
+            for block, (p, group) in zip(self._blocks, parameters(optimizer), strict=True)
+        ]
+        # Neighbours with the same history and step, as a rule all blocks, are one vector.
+        for (step, *_), run in groupby(seen, key=lambda x: (x[1], *x[0].counts.values())):
+            if step is not None:
+                blocks = [block for block, _ in run]
+                columns = slice(blocks[0].columns.start, blocks[-1].columns.stop)
+                counts = dict(blocks[0].counts)
+                self._take_in(self._of(columns), rule, step, counts)
+                for block in blocks:
+                    block.counts.update(counts)
+
+    def _read_step(self, rule: Rule, block: Block, state: State, group: Group) -> Step | None:
+        """The step that was taken, None if there was none; v goes to its place if it is due."""
+        if not block.has_gradient:
+            return None
+        step = rule.step(state, group)
+        if block.counts["seen"] % self.every:
+            return step._replace(size=0.0)
+        if step.size > 0:
+            x = self._of(block.columns)
+            x["v"].copy_(rule.v(state, group, block.pick))
+            if rule.divisor is not None:
+                x["divisor"].copy_(rule.divisor(state, group, block.pick, x["g"].square()))
+        return step
+
+    def _take_in(self, x: Vectors, rule: Rule, step: Step, counts: Counts) -> None:
+        s = x["g"].square()
+        if counts["seen"] >= SETTLE:
+            x["large"].copy_(s > x["mean_square"])
+            if counts["fresh"]:
+                counts["met"] += 1
+                x["before_all"].add_(x["D"])
+                x["before_large"].addcmul_(x["D"], x["large"])
+                x["before_share"].add_(x["large"])
+            remember(x, step, counts)
+        counts["seen"] += 1
+        x["mean_square"].lerp_(s, max(1 / counts["seen"], 1 / MEMORY))
+        counts["fresh"] = int(step.size > 0)
+        if step.size > 0:
+            counts["samples"] += 1
+            welford(x["moments"], s, x["v"], int(counts["samples"]))
+            add_step_size(x, x["v"] if rule.divisor is None else x["divisor"], step, counts)
+
+
+# The probe's vectors and their rows
+ROWS: dict[str, tuple[int, ...]] = {
+    "g": (),
+    "v": (),
+    "divisor": (),
+    "moments": (5,),  # of g² and v
+    "mean_square": (),
+    "large": (),  # 1 where the current gradient is large, else 0
+    "memory": (),  # its first moment
+    "D": (),  # step size
+    "D_all": (),  # Σ of k over all gradients
+    "D_large": (),  # … over the large ones
+    "D_share": (),  # weight of the large ones
+    "before_all": (),  # the same with the step size before each gradient
+    "before_large": (),
+    "before_share": (),
+}
+
+
+def remember(x: Vectors, step: Step, counts: Counts) -> None:
+    """Take [g_t is large] into a first moment like the optimizer's, short of its gain."""
+    if not step.window:
+        x["memory"].mul_(step.decay).add_(x["large"], alpha=step.entry)
+        counts["held"] = step.decay * counts["held"] + step.entry
+        return
+    rows, t = len(x["window"]), int(counts["seen"])
+    x["window"][t % rows] = x["large"]
+    weights = [0.0] * rows
+    for j in range(min(step.window, t - SETTLE + 1)):  # older ones are neither large nor small
+        weights[(t - j) % rows] = step.decay**j
+    torch.mv(x["window"].T, x["g"].new_tensor(weights), out=x["memory"])
+    counts["held"] = sum(weights)
+
+
+def add_step_size(x: Vectors, divisor: Tensor, step: Step, counts: Counts) -> None:
+    """Σ_t [g_t large] k(g_t) gains D_i · Σ_t c_{i,t} [g_t large], and so do the other sums."""
+    D = torch.add(divisor.sqrt(), step.eps, out=x["D"]).reciprocal_().mul_(step.size)
+    D.masked_fill_(divisor == 0, 0.0)  # no gradient yet: ε alone is no scale
+    if counts["held"] == 0:
+        return
+    weight = step.gain * counts["held"] + step.now
+    share = step.gain * x["memory"]
+    if step.now:
+        share.add_(x["large"], alpha=step.now)
+    counts["weight"] += weight
+    x["D_all"].add_(D, alpha=weight)
+    x["D_large"].addcmul_(D, share)
+    x["D_share"].add_(share)
+
+
+def ratio(x: Vectors, counts: Counts, kind: str, total: str) -> float:
+    """Mean step size of large over that of small gradients, relative to each element's own mean."""
+    typical = x["D_all"] / counts["weight"]
+    known = (typical > 0) & typical.isfinite()
+    all_, large = (x[f"{kind}_{name}"][known] / typical[known] for name in ("all", "large"))
+    share = x[f"{kind}_share"][known]
+    of_large, of_small = (
+        large.sum() / share.sum(),
+        (all_ - large).sum() / (counts[total] - share).sum(),
+    )
+    return (of_large / of_small).item()
+
+
+def parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, Group]]:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield p, group
+
+
+def longest_window(optimizer: Optimizer) -> int:
+    if not isinstance(optimizer, AdaShift):
+        return 0
+    return max(group["m"] or group["n"] for group in optimizer.param_groups)
+
+
+def keep(new: Tensor, old: Tensor | None) -> Tensor:
+    """new, with the columns of old in front."""
+    if old is not None:
+        new[..., : old.shape[-1]] = old
+    return new
+
+
+def dense(g: Tensor) -> Tensor:
+    if g.layout != torch.strided:
+        raise RuntimeError(
+            f"a gradient has layout {g.layout}; the probe needs dense gradients: build the "
+            "embedding with sparse=False"
+        )
+    return g.resolve_conj() if g.is_conj() else g
+
+
+def coupled_weight_decay(optimizer: Optimizer) -> Callable[[Group], bool]:
+    """Whether weight decay is part of the gradient; of unknown optimizers it is not assumed."""
+    unknown = not isinstance(optimizer, tuple(RULES))
+    return lambda group: (
+        bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", unknown)
+    )
+
+
+def measure_overhead(rounds: int = 20, steps: int = 20) -> None:
+    """Print what the probe adds to a step of a 784-256-256-10 net, batch 64: the median of rounds
+    with and without it in turn.
+    """
+    import statistics
+    import time
+
+    def train(make: Callable[..., Optimizer], every: int | None) -> Callable[[], float]:
+        layers = [torch.nn.Linear(784, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 10)]
+        net = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+        optimizer = make(net.parameters())
+        if every is not None:
+            DecorrelationProbe(optimizer, every=every)
+        x, y = torch.randn(64, 784), torch.randint(10, (64,))
+
+        def some_steps() -> float:
+            start = time.perf_counter()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+            return (time.perf_counter() - start) / steps
+
+        return some_steps
+
+    for make in (Adam, AdaShift):
+        for every in (1, 10):
+            bare, watched = train(make, None), train(make, every)
+            for _ in range(SETTLE // steps + 1):
+                bare(), watched()
+            times = [(bare(), watched()) for _ in range(rounds)]
+            without = statistics.median(a for a, _ in times)
+            added = statistics.median(b - a for a, b in times)
+            print(
+                f"{make.__name__}, every={every}: {1e3 * without:.2f} ms a step, the probe adds "
+                f"{1e3 * added:.2f} ms ({added / without:.0%})"
+            )
+
+
+if __name__ == "__main__":
+    measure_overhead()
