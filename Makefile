@@ -15,8 +15,8 @@ TABLES  := $(addprefix table-,$(shell seq 1 9))
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status bench-optimizer test lint format \
-        setup setup-cluster lock docker docker-cpu clean distclean
+.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status bench-optimizer bench-training test lint \
+        format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,10 @@ theory claims status: $(READY)
 ##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/tables/
 bench-optimizer: $(READY)
 	@$(PY) -m experiments.bench $(ARGS)
+
+##   bench-training         steps per second of the loop on MNIST, against a bare one: results/tables/
+bench-training: $(READY)
+	@$(PY) -m experiments.bench_training $(ARGS)
 
 ##
 ## Work on the code

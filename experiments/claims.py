@@ -24,12 +24,16 @@ WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
 
 class Part(BaseModel):
-    """One comparison: left is above, below or near right, by a margin."""
+    """One comparison: left is above, below or near right, by a margin.
+
+    A side names runs, which are compared seed by seed; several names stand for the spread over
+    them, the largest minus the smallest.
+    """
 
     model_config = ConfigDict(extra="forbid")
-    left: str
+    left: str | list[str]
     relation: Literal["above", "below", "near"]
-    right: float | str = 0.0  # a number, or the name of other runs, compared seed by seed
+    right: float | str | list[str] = 0.0
     margin: float = 0.0
     metric: str | None = None
     statistic: str | None = None
@@ -70,18 +74,38 @@ def claims_of(spec: Spec) -> list[Claim]:
 
 def judge_part(claim: Claim, part: Part, groups: Groups) -> Outcome:
     metric, statistic = part.metric or claim.metric, part.statistic or claim.statistic
-    left = values(groups[part.left], metric, statistic)
-    words = f"{part.left}, {statistic} {metric}"
-    if isinstance(part.right, str):
-        difference = left - values(groups[part.right], metric, statistic)
-        words = f"{part.left} − {part.right}, {statistic} {metric}"
-    else:
+    left = side(part.left, groups, metric, statistic)
+    words = f"{spoken(part.left)}, {statistic} {metric}"
+    if isinstance(part.right, float):
         difference = left - part.right
         words += f" {'−' if part.right > 0 else '+'} {abs(part.right):g}" if part.right else ""
+    else:
+        difference = left - side(part.right, groups, metric, statistic)
+        words = f"{spoken(part.left)} − {spoken(part.right)}, {statistic} {metric}"
     low, high = interval(difference)
     verdict = weigh(part.relation, low, high, part.margin)
     effect = float(difference.mean())
     return Outcome(words=words, effect=effect, low=low, high=high, n=len(left), verdict=verdict)
+
+
+def side(
+    names: str | list[str], groups: Groups, metric: str, statistic: str
+) -> NDArray[np.float64]:
+    """A number per seed: of the named runs, or of how far several of them are apart."""
+    if isinstance(names, str):
+        return values(groups[names], metric, statistic)
+    table = np.array([values(groups[name], metric, statistic) for name in names])
+    return np.asarray(np.ptp(table, axis=0))
+
+
+def spoken(names: str | list[str]) -> str:
+    return names if isinstance(names, str) else f"spread over {', '.join(names)}"
+
+
+def names_of(part: Part) -> list[str]:
+    """Every run that a part compares."""
+    sides = [[x] if isinstance(x, str) else x for x in (part.left, part.right) if x]
+    return [name for side in sides if isinstance(side, list) for name in side]
 
 
 def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float64]:
@@ -148,8 +172,8 @@ def row(claim: Claim, groups: Groups) -> dict[str, str]:
 
 
 def needed(claim: Claim, groups: Groups) -> list[Run]:
-    names = {name for part in claim.parts for name in (part.left, part.right)}
-    unknown = {n for n in names if isinstance(n, str)} - groups.keys()
+    names = {name for part in claim.parts for name in names_of(part)}
+    unknown = names - groups.keys()
     if unknown:
         raise ConfigError(f"claim {claim.id} compares {sorted(unknown)[0]}, which no run is named")
     return [run for name in groups if name in names for run in groups[name]]
@@ -158,7 +182,7 @@ def needed(claim: Claim, groups: Groups) -> list[Run]:
 def refuse_one_seed(claim: Claim, spec: Spec, groups: Groups) -> None:
     """An interval needs seeds, and seeds that are compared must be the same ones."""
     for part in claim.parts:
-        names = [n for n in (part.left, part.right) if isinstance(n, str) and n not in spec.once]
+        names = [name for name in names_of(part) if name not in spec.once]
         counts = {len(groups[n]) for n in names}
         if len(counts) > 1 or counts == {1}:
             raise ConfigError(

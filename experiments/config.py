@@ -187,6 +187,8 @@ def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
     try:
         return hydra.utils.instantiate(checked, **extra)
     except HydraException as error:
+        if isinstance(error.__cause__, OSError):  # data or disk: no setting is to blame
+            raise error.__cause__ from None
         raise ConfigError(f"{key}: {last_line(error.__cause__ or error)}") from error
 
 

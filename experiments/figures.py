@@ -125,40 +125,54 @@ def shaded(members: Sequence[Group]) -> list[Group]:
     return out
 
 
-def curves(ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best") -> pd.DataFrame:
-    """Mean over the seeds, with a band of one standard deviation; an × where runs diverged."""
+def curves(
+    ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best", smooth: int = 1
+) -> pd.DataFrame:
+    """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
+
+    With `smooth`, each run is first averaged over so many records, and the mean as it was recorded
+    stands faint behind.
+    """
     parts = []
     for group in groups:
-        table = group.table(metric)
-        # Where a run has ended early the mean of the others would be flattery: the line ends.
-        middle, spread = table.mean(axis=1, skipna=False), table.std(axis=1).fillna(0)
+        raw = group.table(metric)
+        table, color = box_mean(raw, smooth), group.style["color"]
+        numbers = over_seeds(raw)
+        if smooth > 1:
+            ax.plot(numbers.index, numbers["mean"], lw=0.6, alpha=0.3, color=color)
+            numbers = numbers.join(over_seeds(table)[["mean", "sd"]].add_prefix("smooth_"))
+        middle, spread = (over_seeds(table)[name] for name in ("mean", "sd"))
         ax.plot(middle.index, middle, label=group.label, lw=1.4, **group.style)
         ax.fill_between(
-            middle.index,
-            middle - spread,
-            middle + spread,
-            alpha=0.18,
-            lw=0,
-            color=group.style["color"],
+            middle.index, middle - spread, middle + spread, alpha=0.18, lw=0, color=color
         )
         for run in group.runs:
             if run.status == "diverged":
                 end = table[run.config.seed].dropna()[-1:]
-                ax.plot(end.index, end, "x", ms=8, mew=2, color=group.style["color"])
-        parts.append(
-            pd.DataFrame(
-                {
-                    "curve": group.label,
-                    "step": middle.index,
-                    "mean": middle.to_numpy(),
-                    "sd": spread.to_numpy(),
-                    "n": table.count(axis=1).to_numpy(),
-                }
-            )
-        )
+                ax.plot(end.index, end, "x", ms=8, mew=2, color=color)
+        parts.append(numbers.reset_index(names="step").assign(curve=group.label))
     ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     ax.legend(loc=legend, fontsize=8)
-    return pd.concat(parts)
+    table = pd.concat(parts)
+    return table[["curve", *table.columns.drop("curve")]]
+
+
+def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean, standard deviation and number of runs at each step."""
+    # Where a run has ended early the mean of the others would be flattery: the line ends.
+    return pd.DataFrame(
+        {
+            "mean": table.mean(axis=1, skipna=False),
+            "sd": table.std(axis=1).fillna(0),
+            "n": table.count(axis=1),
+        }
+    )
+
+
+def box_mean(table: pd.DataFrame, width: int) -> pd.DataFrame:
+    """Mean of `width` records around each; fewer at the ends, none where a run has ended."""
+    means = table.rolling(width, center=True, min_periods=1).mean()
+    return means.where(table.notna())
 
 
 def heatmap(

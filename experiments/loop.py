@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -23,20 +24,22 @@ def train(
 ) -> str:
     """Train until `steps` are done; return "finished", or "diverged" if a metric is no number.
 
-    Losses and metrics go to the record every `log_every` steps and at the end.
+    Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
+    that each player has had since the last time.
     """
-    done, losses = 0, dict[str, torch.Tensor]()
+    done, losses = 0, defaultdict[str, list[torch.Tensor]](list)
     with progress(total=steps, desc=title, unit="step", unit_scale=True) as bar:
         for step in task.steps():
             loss = step.take(optimizers[step.player])
             if loss is not None:
-                losses[f"{step.player}/loss"] = loss
+                losses[f"{step.player}/loss"].append(loss)
             task.after_step()
             done += step.size
             bar.update(step.size)
             if done // log_every == (done - step.size) // log_every and done < steps:
                 continue
-            metrics = task.evaluate() | {name: float(loss) for name, loss in losses.items()}
+            metrics = task.evaluate() | {name: mean(parts) for name, parts in losses.items()}
+            losses.clear()
             record.log(done, metrics)
             if not all(map(math.isfinite, metrics.values())):
                 return "diverged"
@@ -45,3 +48,8 @@ def train(
     if task.ends:
         return "finished"
     raise RuntimeError(f"{type(task).__name__}.steps() ended after {done} of {steps} steps")
+
+
+def mean(losses: list[torch.Tensor]) -> float:
+    """The only wait for the device: steps leave their losses there."""
+    return float(torch.stack(losses).cpu().mean(dtype=torch.float64))

@@ -29,6 +29,21 @@ def median(metrics: pd.DataFrame, metric: str) -> float:
     return float(metrics[metric].median())
 
 
+def tail(metrics: pd.DataFrame, metric: str) -> pd.Series:
+    """The last tenth of a curve: its end, with less noise than the last point."""
+    curve = metrics[metric].dropna()
+    return curve.iloc[-max(1, len(curve) // 10) :]
+
+
+def tail_mean(metrics: pd.DataFrame, metric: str) -> float:
+    return float(tail(metrics, metric).mean())
+
+
+def tail_sd(metrics: pd.DataFrame, metric: str) -> float:
+    """How much a curve still moves up and down at its end."""
+    return float(tail(metrics, metric).std(ddof=0))
+
+
 def trend(metrics: pd.DataFrame, metric: str) -> float:
     """Rank correlation with the step: 1 if it only rises, −1 if it only falls."""
     rows = metrics.dropna(subset=metric)

@@ -21,6 +21,10 @@ ARROWS = {
         "experiments.runs", "experiments.task",
     },
     "experiments.bench": {"adashift", "experiments.config"},
+    "experiments.bench_training": {
+        "experiments.bench", "experiments.config", "experiments.data", "experiments.execute",
+        "experiments.loop", "experiments.record",
+    },
     "experiments.loop": {"experiments.progress", "experiments.record", "experiments.task"},
     "experiments.task": set(),
     "experiments.tasks": {
@@ -46,9 +50,11 @@ ARROWS = {
 
 # package from outside → the only modules that may import it
 KEPT_IN = {
-    "torch": {"adashift", "experiments.bench", "experiments.task", "experiments.tasks",
-              "experiments.models", "experiments.data", "experiments.loop", "experiments.execute"},
-    "torchvision": {"experiments.bench", "experiments.data", "experiments.models"},
+    "torch": {"adashift", "experiments.bench", "experiments.bench_training", "experiments.task",
+              "experiments.tasks", "experiments.models", "experiments.data", "experiments.loop",
+              "experiments.execute"},
+    "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",
+                    "experiments.models"},
     "wandb": {"experiments.record"},
     "matplotlib": {"experiments.bench", "experiments.figures"},
     "hydra": {"run", "experiments.config", "experiments.figures", "experiments.claims"},

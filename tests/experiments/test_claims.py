@@ -105,6 +105,30 @@ def test_a_claim_is_as_good_as_its_worst_part():
     assert row["numbers"].count(";") == 1 and row["seeds"] == "2"
 
 
+def test_several_names_are_judged_by_their_spread_seed_by_seed():
+    groups = {"a": group(1, 12, 30), "b": group(1.5, 12.1, 29.5), "c": group(1.2, 11.8, 30)}
+    near = {"left": ["a", "b", "c"], "relation": "near", "margin": 2}
+    row = judge(claim(near), groups)
+    assert row["verdict"] == "holds" and "spread over a, b, c, last x: 0.4333" in row["numbers"]
+    assert judge(claim(near | {"margin": 0.1}), groups)["verdict"] == "fails"
+    less = {"left": ["a", "c"], "relation": "below", "right": ["a", "b", "c"]}
+    assert "spread over a, c − spread over a, b, c" in judge(claim(less), groups)["numbers"]
+    with pytest.raises(ConfigError, match="compares nobody"):
+        judge(claim({"left": ["a", "nobody"], "relation": "near"}), groups)
+    groups["c"][1].status = "diverged"
+    assert judge(claim(near), groups)["verdict"] == "inconclusive"
+
+
+def test_a_claim_on_a_spread_rests_on_all_its_runs():
+    groups = {"a": group(1, 2), "b": group(1, 2)}
+    part = {"left": ["a", "b"], "relation": "near", "margin": 1}
+    spread = claim(part)
+    assert claims.needed(spread, groups) == [*groups["a"], *groups["b"]]
+    groups["b"] = groups["b"][:1]
+    with pytest.raises(ConfigError, match="a and b over"):
+        claims.refuse_one_seed(spread, Spec(title="t", seeds=2, runs={}), groups)
+
+
 def test_unknown_names_are_refused():
     groups = {"a": group(1)}
     with pytest.raises(ConfigError, match="compares nobody"):
@@ -174,6 +198,13 @@ def test_statistics():
     assert statistics.median(curve, "x") == 4
     assert statistics.trend(curve, "x") == pytest.approx(1)
     assert statistics.differs_from_exact(curve, "x") == 0.5
+
+
+def test_the_tail_is_the_last_tenth():
+    curve = pd.DataFrame({"step": range(41), "x": [*[100.0] * 36, 1.0, 3.0, 1.0, 3.0, np.nan]})
+    assert statistics.tail_mean(curve, "x") == 2 and statistics.tail_sd(curve, "x") == 1
+    short = curve.iloc[36:39]
+    assert statistics.tail_mean(short, "x") == 1 and statistics.tail_sd(short, "x") == 0
 
 
 def test_falls_on_a_grid_are_counted_along_the_right_axis():

@@ -577,14 +577,14 @@ def trained(task, steps, log_every):
     return train(task, optimizers, log, steps=steps, log_every=log_every), log.rows
 
 
-def test_each_player_has_its_steps_and_its_loss():
+def test_each_player_has_its_steps_and_the_mean_loss_since_the_last_record():
     task = TwoPlayers()
     status, rows = trained(task, steps=7, log_every=3)  # a b a | b a b | a
     assert status == "finished"
     assert rows == [
-        (3, {"done": 3, "a/loss": 1 / 4, "b/loss": 4}),
-        (6, {"done": 6, "a/loss": 1 / 16, "b/loss": 1 / 4}),
-        (7, {"done": 7, "a/loss": 1 / 64, "b/loss": 1 / 4}),
+        (3, {"done": 3, "a/loss": (1 + 1 / 4) / 2, "b/loss": 4}),
+        (6, {"done": 6, "a/loss": 1 / 16, "b/loss": (1 + 1 / 4) / 2}),
+        (7, {"done": 7, "a/loss": 1 / 64}),
     ]
     assert task.a.item() == 1 - 1 / 2**4 and task.b.item() == -2 + 2 / 2**3
 
@@ -602,8 +602,14 @@ def test_a_player_that_has_not_moved_has_no_loss():
     _, rows = trained(TwoPlayers(), steps=2, log_every=1)
     assert [set(metrics) for _, metrics in rows] == [
         {"done", "a/loss"},
-        {"done", "a/loss", "b/loss"},
+        {"done", "b/loss"},
     ]
+
+
+def test_a_loss_that_is_no_number_is_seen_when_later_ones_are():
+    task = TwoPlayers(bad="loss", at=4)
+    assert trained(task, steps=20, log_every=10)[0] == "diverged"
+    assert task.done == 10
 
 
 @pytest.mark.parametrize("bad", ["metric", "loss"])
