@@ -7,7 +7,7 @@
 FROM python:3.11-slim
 
 RUN apt-get update \
- && apt-get install -y --no-install-recommends git make \
+ && apt-get install -y --no-install-recommends git make gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/* \
  && git config --system --add safe.directory /adashift
 
