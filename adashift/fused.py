@@ -28,7 +28,7 @@ from adashift.window import Move, State, total_weight
 
 SOURCE = Path(__file__).with_name("kernel.c")
 TYPES = {torch.float32: ("float", "uint32_t"), torch.float64: ("double", "uint64_t")}
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
 LONGEST = 256  # slots that kernel.c can sum up
 

@@ -3,12 +3,12 @@
    adashift/fused.py compiles this with REAL (float or double) and BITS (the unsigned integer of the
    same size) and fills in Rule and Job. What a step reads and writes is explained in window.py. */
 
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <tgmath.h> /* sqrt of a float is a float */
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -104,19 +104,20 @@ static void move_elements(const Rule *r, const Job *j, int64_t a, int64_t n, con
                           const REAL *f) {
     const REAL b1 = r->beta1, b2 = r->beta2, new2 = 1 - r->beta2, w = j->weight, d = r->decay;
     const REAL lr = r->lr / r->total, eps = r->eps, unbias = 1 / j->correction;
-    REAL *p = j->p + a, *v = j->v + a, *phi = j->phi + a;
-    for (int64_t i = 0; i < n; i++) {
-        const REAL x = g[i], s = j->earlier ? x + b1 * j->earlier[a + i] : x;
-        if (j->keep) j->keep[a + i] = s;
-        if (j->slot) j->slot[a + i] = x;
-        if (j->correction > 0) {
-            v[i] = b2 * v[i] + new2 * phi[i];
-            const REAL scale = (REAL)sqrt(v[i] * unbias) + eps;
-            const REAL moved = d * p[i] - lr * (f ? s + w * f[i] : s) / scale;
-            p[i] = v[i] == 0 ? p[i] : moved;
-        }
-        phi[i] = x * x;
+    REAL *restrict p = j->p + a, *restrict v = j->v + a, *restrict phi = j->phi + a, m[PIECE];
+    for (int64_t i = 0; i < n; i++) m[i] = g[i];
+    if (j->earlier)
+        for (int64_t i = 0; i < n; i++) m[i] += b1 * j->earlier[a + i];
+    if (j->keep) memcpy(j->keep + a, m, n * sizeof(REAL));
+    if (j->slot) memcpy(j->slot + a, g, n * sizeof(REAL));
+    if (f)
+        for (int64_t i = 0; i < n; i++) m[i] += w * f[i];
+    for (int64_t i = 0; i < n && j->correction > 0; i++) {
+        v[i] = b2 * v[i] + new2 * phi[i];
+        const REAL moved = d * p[i] - lr * m[i] / (sqrt(v[i] * unbias) + eps);
+        p[i] = v[i] == 0 ? p[i] : moved;
     }
+    for (int64_t i = 0; i < n; i++) phi[i] = g[i] * g[i];
 }
 
 /* Sums from the end of a full block; returns the longest, which is not stored. */

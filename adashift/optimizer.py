@@ -335,9 +335,9 @@ def tensor_update(
     """The same where v is a tensor of any shape, or where reading it would be dear."""
     alpha, beta2 = group["lr"], group["betas"][1]
     v = state["v"].mul_(beta2).add_(phi_old, alpha=1 - beta2)
-    step = alpha * weighted(terms) / ((v / correction).sqrt() + group["eps"])
+    step = weighted(terms).div_((v / correction).sqrt_().add_(group["eps"])).mul_(alpha)
     if group["weight_decay"] and group["decoupled_weight_decay"]:
-        step = step + alpha * group["weight_decay"] * p
+        step.add_(alpha * group["weight_decay"] * p)
     p.sub_(torch.where(v == 0, 0.0, step))
 
 
