@@ -87,7 +87,12 @@ def table(names: Sequence[str], overrides: Sequence[str]) -> None:
         groups = spec.expand(overrides)
         train_missing(groups, f"table {name}")
         stem = place(groups, f"tables/table-{name}")
-        write_table(spec, groups, stem)
+        if spec.search:
+            from experiments.grids import write_grid  # with a picture
+
+            write_grid(spec, groups, stem, place(groups, f"figures/table-{name}"))
+        else:
+            write_table(spec, groups, stem)
         print(stem.with_suffix(".md").read_text())
         report(spec, groups)
 

@@ -13,13 +13,16 @@ import shutil
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import hydra.utils
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +33,9 @@ CONF = ROOT / "conf"
 GUESSABLE = ("experiment", "optimizer", "tracking")
 
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
-OUTSIDE_IDENTITY = {"seed", "device", "tracking", "results", "force", "cpu_scale"}
+OUTSIDE_IDENTITY = {
+    "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
+}  # fmt: skip
 
 
 class ConfigError(Exception):
@@ -54,12 +59,14 @@ class Config(BaseModel):
     optimizer_name: str
     scale: Literal["paper", "laptop", "smoke"]
     cpu_scale: Literal["paper", "laptop"]
+    cpu_threads: PositiveInt | None = None  # what an experiment asks for; `threads` is what it gets
     steps: PositiveInt
     log_every: PositiveInt
     task: dict[str, Any]
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+    threads: PositiveInt | None  # of a CPU; None: all
     tracking: Tracking
     results: Path
     force: bool
@@ -111,6 +118,21 @@ def compose(overrides: Sequence[str]) -> Config:
     with one_line_errors(), config_source():
         cfg = hydra_compose("config", list(overrides), return_hydra_config=True)
         return resolve(cfg, cfg.hydra.runtime.choices)
+
+
+@cache
+def sweep_points(name: str) -> list[list[str]]:
+    """The overrides of every run of `run.py -m sweep=<name>`, by the sweeper that makes them there.
+
+    >>> sweep_points("lr")[0]
+    ['optimizer.lr=0.0001']
+    """
+    with one_line_errors(), config_source():
+        cfg = hydra_compose("config", [f"sweep={name}"], return_hydra_config=True)
+        words = [f"{key}={values}" for key, values in cfg.hydra.sweeper.params.items()]
+        overrides = OverridesParser.create().parse_overrides(words)
+        (points,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return points
 
 
 @contextmanager

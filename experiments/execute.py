@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from experiments.record import Record
 from experiments.runs import Run, figures_using
 from experiments.task import Task
 
+ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
+
 
 def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> str:
     """Train the run unless it is there already; return how it ended."""
@@ -23,6 +27,7 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
         return run.status
     # Everything that can be refused is built before the first file is written.
     device = pick_device(config.device)
+    torch.set_num_threads(config.threads or ALL_THREADS)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
     length = "" if task.ends else f", {config.steps:,} steps"
@@ -72,10 +77,27 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def side_by_side(runs: Sequence[Run]) -> int:
+    """How many of these runs the cores can take at once."""
+    on_cpu = all(pick_device(run.config.device).type == "cpu" for run in runs)
+    most = max((run.config.threads or ALL_THREADS for run in runs), default=1)
+    return max(1, min(ALL_THREADS // most, len(runs))) if on_cpu else 1
+
+
 def execute_all(runs: Sequence[Run], title: str) -> None:
-    """Train what is missing, one after the other, and show how far it is."""
+    """Train what is missing, as many at a time as fit, and show how far it is."""
     missing = [run for run in runs if run.config.force or not run.done]
     ready = f", {len(runs) - len(missing)} are there already" if len(missing) < len(runs) else ""
     print(f"{title}: {len(missing)} runs to train at {size_of(runs[0].config)}{ready}", flush=True)
-    for run in progress(missing, desc=title, unit="run"):
-        execute(run)
+    workers = side_by_side(missing)
+    about = dict(total=len(missing), desc=title, unit="run")
+    if workers == 1:
+        for run in progress(missing, **about):
+            execute(run)
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))  # torch dislikes fork
+    try:
+        for _ in progress(pool.map(execute, missing), **about):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)  # what has begun ends; after an error nothing new begins

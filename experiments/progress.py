@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from multiprocessing import parent_process
 from typing import Any
 
 from tqdm import tqdm
 
 
-def progress(items: Sequence[Any] | None = None, **about: Any) -> tqdm[Any]:
+def progress(items: Iterable[Any] | None = None, **about: Any) -> tqdm[Any]:
     """A bar with speed and remaining time, over `items` or, with total=…, to be moved by hand."""
+    about |= {"disable": parent_process() is not None}  # a worker: its parent has a bar
     pause = 0.5 if sys.stderr.isatty() else 30.0
     return tqdm(items, delay=3, leave=False, mininterval=pause, dynamic_ncols=True, **about)

@@ -8,14 +8,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from experiments import record
-from experiments.config import CONF, Config, ConfigError, compose, one_line_errors
+from experiments.config import (
+    CONF,
+    Config,
+    ConfigError,
+    compose,
+    config_source,
+    one_line_errors,
+    sweep_points,
+)
 
 NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
@@ -75,6 +83,20 @@ class Run:
         return Run(self.config.model_copy(update={"seed": seed}))
 
 
+class Search(BaseModel):
+    """What is tried for one optimizer: the paper's setting, and what files of conf/sweep list."""
+
+    model_config = ConfigDict(extra="forbid")
+    label: str
+    paper: list[str]
+    sweeps: list[str]
+
+    def runs(self, name: str) -> dict[str, list[str]]:
+        """Name → overrides; the first is the paper's setting, whether or not a sweep has it too."""
+        points = [point for sweep in self.sweeps for point in sweep_points(sweep)]
+        return {name: self.paper} | {" ".join([name, *p]): [*self.paper, *p] for p in points}
+
+
 class Spec(BaseModel):
     """A figure, a table or a set of claims as it stands in conf/: named runs and their use."""
 
@@ -84,17 +106,26 @@ class Spec(BaseModel):
     seeds: PositiveInt
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
-    runs: dict[str, list[str]]
+    runs: dict[str, list[str]] = {}
+    search: dict[str, Search] = {}
+    rule: dict[str, Any] = {}  # how a search is judged and shown
     panels: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     claims: list[dict[str, Any]] = []
 
+    @model_validator(mode="after")
+    def name_what_is_searched(self) -> Self:
+        for name, search in self.search.items():
+            self.runs |= search.runs(name)
+        return self
+
     def settings(self, overrides: Sequence[str]) -> dict[str, Run]:
         """Name → run with the first seed; `overrides` come last and hold for all of them."""
-        return {
-            name: Run(cached_config((*self.base, *extra, *overrides)))
-            for name, extra in self.runs.items()
-        }
+        with config_source():  # opened once and not for each run
+            return {
+                name: Run(cached_config((*self.base, *extra, *overrides)))
+                for name, extra in self.runs.items()
+            }
 
     def expand(self, overrides: Sequence[str] = ()) -> dict[str, list[Run]]:
         """Name → one run per seed."""

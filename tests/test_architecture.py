@@ -14,7 +14,7 @@ ARROWS = {
     "run": {"experiments.config", "experiments.execute", "experiments.runs"},
     "experiments.__main__": {
         "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
-        "experiments.record", "experiments.runs", "experiments.tables",
+        "experiments.grids", "experiments.record", "experiments.runs", "experiments.tables",
     },
     "experiments.execute": {
         "experiments.config", "experiments.loop", "experiments.progress", "experiments.record",
@@ -36,6 +36,10 @@ ARROWS = {
     "experiments.figures": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.tables": {
         "experiments.claims", "experiments.config", "experiments.record", "experiments.runs",
+    },
+    "experiments.grids": {
+        "experiments.claims", "experiments.config", "experiments.figures", "experiments.record",
+        "experiments.runs", "experiments.tables",
     },
     "experiments.claims": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.statistics": set(),

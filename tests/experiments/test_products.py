@@ -144,7 +144,7 @@ def test_status_names_the_commands_of_missing_runs(tmp_path, capsys):
         (["figure", "99"], "figures 1 to 24"),
         (["figure", "one"], "figures 1 to 24"),
         (["figure"], "which figure"),
-        (["table", "1"], "table 1 is not built yet"),
+        (["table", "9"], "table 9 is not built yet"),
         (["table", "10"], "tables 1 to 9"),
         (["figure", "²"], "figures 1 to 24"),
         (["figure", "1", "seed=3"], "run.py makes any other run"),

@@ -1,0 +1,66 @@
+"""Runs side by side are the runs one after the other, to the byte."""
+
+import pytest
+import torch
+
+from experiments import execute as module
+from experiments.config import compose
+from experiments.execute import execute, execute_all, side_by_side
+from experiments.runs import Run
+
+
+def runs(folder, *overrides, seeds=(0, 1, 2)):
+    always = ["experiment=mnist_lr", "scale=smoke", "tracking=off", f"results={folder}"]
+    return [Run(compose([*always, *overrides, f"seed={seed}"])) for seed in seeds]
+
+
+def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    one_by_one, together = runs(tmp_path / "a"), runs(tmp_path / "b")
+    for run in one_by_one:
+        assert execute(run) == "finished"
+    assert side_by_side(together) == 2
+    execute_all(together, "three runs")
+    for a, b in zip(one_by_one, together, strict=True):
+        assert b.done and a.folder != b.folder
+        content = (a.folder / "metrics.csv").read_bytes()
+        assert content == (b.folder / "metrics.csv").read_bytes() and len(content) > 500
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "expected"),
+    [(1, "1", 1), (2, "1", 2), (8, "1", 3), (8, "4", 2), (8, "5", 1), (8, "null", 1)],
+)
+def test_as_many_at_once_as_the_cores_take(tmp_path, monkeypatch, cores, threads, expected):
+    monkeypatch.setattr(module, "ALL_THREADS", cores)
+    assert side_by_side(runs(tmp_path, f"threads={threads}")) == expected
+
+
+def test_threads_are_set_for_each_run(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        (one,) = runs(tmp_path, "threads=1", seeds=[0])
+        execute(one)
+        assert torch.get_num_threads() == 1
+        (all_of_them,) = runs(tmp_path, "threads=null", seeds=[1])
+        execute(all_of_them)
+        assert torch.get_num_threads() == module.ALL_THREADS
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    with pytest.raises(Exception, match=r"optimizer=adashift is refused with"):
+        execute_all(runs(tmp_path, "optimizer.n=2", "optimizer.m=3"), "refused")
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_an_experiment_says_how_many_threads_it_wants(tmp_path):
+    assert runs(tmp_path)[0].config.threads == 1
+    assert compose(["experiment=counterexample_sequential"]).threads is None
+
+
+def test_threads_are_not_part_of_what_a_run_is(tmp_path):
+    (a,), (b,) = (runs(tmp_path, f"threads={t}", seeds=[0]) for t in (1, 2))
+    assert a.folder == b.folder

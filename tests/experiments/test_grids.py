@@ -1,0 +1,268 @@
+"""Searches: what a sweep file stands for, the best by the rule, and the table that says so."""
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from experiments import __main__ as cli
+from experiments import grids, runs
+from experiments.config import CONF, ROOT, ConfigError, choices_of, compose, sweep_points
+from experiments.execute import execute
+from experiments.grids import Rule, judge_search, write_grid
+from experiments.runs import Run, figures_using, load_spec
+
+RULE = {"metric": "score", "best": "highest", "settings": ["lr", "betas", "n"], "along": "lr"}
+TABLE = """
+title: Table 5. A search
+seeds: 2
+base: [experiment=mnist_lr]
+search:
+  sgd:  {label: SGD, paper: [optimizer=sgd], sweeps: [lr_x100]}
+  adam: {label: Adam, paper: [optimizer=adam], sweeps: [lr]}
+rule:
+  metric: validation_accuracy
+  statistic: tail_mean
+  best: highest
+  beside: [classifier/loss]
+  settings: [lr, betas]
+  along: lr
+  panels: [{title: (a) accuracy, metric: validation_accuracy, axes: {xscale: log, ylim: [0, 0.6]}}]
+"""
+
+
+# -- the files of conf/sweep -------------------------------------------------------------------
+
+
+def test_a_sweep_stands_for_the_product_of_its_values():
+    assert sweep_points("lr") == [
+        [f"optimizer.lr={lr}"] for lr in (0.0001, 0.0005, 0.001, 0.005, 0.01)
+    ]
+    points = sweep_points("adashift")
+    assert len(points) == 6 and all(point[0] == "optimizer.n=10" for point in points)
+    assert {point[1] for point in points} == {f"optimizer.betas=[{b},0.999]" for b in ("0", "0.9")}
+
+
+def test_a_sweep_that_is_not_there_is_named_with_the_choices():
+    with pytest.raises(ConfigError, match="sweep=nonsense is unknown: choose one of adashift, lr"):
+        sweep_points("nonsense")
+
+
+@pytest.mark.parametrize("name", choices_of("sweep"))
+def test_every_sweep_opens_with_its_command_and_gives_its_sources(name):
+    lines = (CONF / "sweep" / f"{name}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package hydra"
+    assert lines[1].startswith(f"# python run.py -m sweep={name} experiment=")
+    values = lines[lines.index("  params:") + 1 :]
+    assert values and all("#" in line for line in values)
+
+
+@pytest.mark.parametrize("name", choices_of("sweep"))
+def test_a_sweep_is_no_part_of_a_run(name):
+    pair = ["experiment=mnist_mlp", "optimizer=adashift"]
+    assert compose([*pair, f"sweep={name}"]) == compose(pair)
+
+
+def test_run_py_and_a_table_make_the_same_runs(tmp_path):
+    words = [f"results={tmp_path}", "scale=smoke", "tracking=off"]
+    sweep = ["run.py", "-m", "sweep=lr", "experiment=mnist_lr", "optimizer=adam"]
+    out = subprocess.run([sys.executable, *sweep, *words], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    table = load_spec("table", "05").expand(words)
+    adam = {runs[0].folder for name, runs in table.items() if name.split()[0] == "adam"}
+    assert adam == {path.parent for path in tmp_path.glob("runs/*/*/*/run.json")} and len(adam) == 5
+
+
+# -- what a table is made of -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "steps"), [("05", 8580), ("06", 4295)])
+def test_the_paper_s_settings_are_among_what_is_searched(name, steps):
+    spec = load_spec("table", name)
+    groups = spec.expand(["scale=paper"])
+    assert {run.config.steps for runs in groups.values() for run in runs} == {steps}
+    assert list(spec.search) == ["sgd", "adam", "amsgrad", "non_adashift", "adashift"]
+    for optimizer, search in spec.search.items():
+        assert search.paper == [f"optimizer={optimizer}"]
+        points = [groups[key][0].config.digest() for key in search.runs(optimizer)]
+        assert points[0] in points[1:], f"no sweep has the paper's {optimizer}"
+    assert len({run.folder for runs in groups.values() for run in runs}) == 37 * 3
+
+
+def test_a_run_knows_the_table_that_searches_it():
+    pair = ["experiment=mnist_lr", "optimizer=adam", "scale=paper"]
+    assert figures_using(Run(compose([*pair, "optimizer.lr=0.0005"]))) == ["table-05"]
+    assert figures_using(Run(compose([*pair, "optimizer.lr=0.0007"]))) == []
+
+
+# -- the best by the rule ----------------------------------------------------------------------
+
+
+def fake(lr, *scores, diverged=(), **settings):
+    """Runs with one setting, a score for each seed."""
+    optimizer = {"lr": lr, "betas": [0, 0.999], "n": 1} | settings
+    config = SimpleNamespace(optimizer=optimizer, steps=9, digest=lambda: str(optimizer))
+
+    def run(seed, score):
+        metrics = pd.DataFrame({"step": [1], "score": [score], "cost": [-score]})
+        status = "diverged" if seed in diverged else "finished"
+        return SimpleNamespace(config=config, status=status, metrics=lambda: metrics)
+
+    return [run(seed, score) for seed, score in enumerate(scores)]
+
+
+def judged(*points, **changes):
+    table = judge_search(points, Rule(**RULE | changes))
+    assert table["best"].sum() == table["paper"].sum() == 1
+    return table, table[table["best"]].iloc[0]
+
+
+PAPER = fake(0.01, 0.5, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("points", "direction", "lr", "edge"),
+    [
+        ([fake(0.1, 0.9, 0.8), fake(1, 0.1, 0.2)], "highest", 0.1, False),
+        ([fake(0.1, 0.9, 0.8), fake(1, 0.1, 0.2)], "lowest", 1, True),
+        ([fake(0.1, 0.9, 0.8), fake(0.001, 0.1, 0.2)], "highest", 0.1, True),
+        ([fake(0.1, 1.0, 0.0), fake(1, 0.2, 0.2)], "highest", 0.01, True),
+        ([fake(0.1, 1.0, 0.0), fake(0.001, 0.2, 0.2)], "highest", 0.01, False),
+        ([fake(0.1, 0.7, 0.5)], "highest", 0.01, True),  # the paper's wins a tie
+        ([fake(0.1, 0.7, 0.5)], "lowest", 0.01, True),
+    ],
+)
+def test_the_best_has_the_best_mean_and_an_edge_is_told(points, direction, lr, edge):
+    _, best = judged(PAPER, *points, best=direction)
+    assert (best["lr"], best["edge"]) == (lr, edge)
+
+
+def test_an_edge_is_one_along_its_own_line():
+    """Learning rates that were tried with another n say nothing about this one."""
+    longer = [fake(lr, score, score, n=10) for lr, score in ((0.02, 0.8), (0.03, 0.9))]
+    around = [fake(0.001, 0.1, 0.1), PAPER, fake(1, 0.1, 0.1)]
+    _, best = judged(PAPER, *longer, *around)
+    assert (best["lr"], best["n"], best["edge"]) == (0.03, 10, True)
+    _, best = judged(PAPER, *longer, *around, fake(0.04, 0.5, 0.5, n=10))
+    assert (best["lr"], best["edge"]) == (0.03, False)
+
+
+@pytest.mark.parametrize("direction", ["highest", "lowest"])
+def test_a_setting_of_which_a_run_diverged_is_the_worst(direction):
+    wild = fake(0.1, 5.0 if direction == "highest" else -5.0, 0.6, diverged={1})
+    table, best = judged(PAPER, wild, best=direction)
+    assert best["paper"]
+    lost = table[table["lr"] == 0.1].iloc[0]
+    assert lost["diverged"] == 1 and math.isnan(lost["score"]) and math.isnan(lost["score low"])
+    _, best = judged(fake(0.01, 1, 1, diverged={0}), fake(0.1, 0, 0), best=direction)
+    assert best["lr"] == 0.1 and math.isnan(best["score difference"])
+
+
+def test_numbers_are_over_the_seeds_and_differences_are_paired():
+    _, best = judged(PAPER, fake(0.1, 0.6, 0.8), beside=["cost"])
+    assert best["score"] == pytest.approx(0.7) and best["score sd"] == pytest.approx(0.02**0.5)
+    assert best["score difference"] == pytest.approx(0.1)
+    assert best["score low"] == pytest.approx(best["score high"]) == pytest.approx(0.1)
+    assert best["cost difference"] == pytest.approx(-0.1)
+
+
+def test_a_setting_that_two_sweeps_have_counts_once():
+    table, _ = judged(PAPER, fake(0.1, 0.6, 0.8), fake(0.01, 0.5, 0.7), fake(0.1, 0.6, 0.8))
+    assert list(table["lr"]) == [0.01, 0.1]
+
+
+def test_one_line_of_the_page_says_what_happened():
+    rule = Rule(**RULE)
+    lost = judge_search([fake(0.01, 1, 1, diverged={0}), fake(0.1, 1, 1, diverged={0, 1})], rule)
+    row = grids.chosen_row(lost, rule)
+    assert row["our best"] == "none, all diverged" and row["diverged runs"] == "3 of 4"
+    assert row["its score"] == "1 of 2 runs diverged"
+    won = grids.chosen_row(judge_search([PAPER, fake(0.1, 0.1, 0.1)], rule), rule)
+    assert won["our best"].startswith("the paper's") and won["difference"] == "none"
+    other = grids.chosen_row(judge_search([PAPER, fake(0.1, 0.9, 0.8, n=10)], rule), rule)
+    assert other["our best"] == "lr 0.1, betas (0, 0.999), n 10 (at the edge of the grid)"
+
+
+# -- from the command to the files -------------------------------------------------------------
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    (tmp_path / "conf/table").mkdir(parents=True)
+    (tmp_path / "conf/table/05.yaml").write_text(TABLE)
+    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")
+
+
+def words(tmp_path):
+    return [f"results={tmp_path}", "scale=smoke", "tracking=off"]
+
+
+def test_a_table_of_a_search_is_made(tmp_path, conf, capsys):
+    cli.main(["status", *words(tmp_path)])
+    assert "table 05: 0 of 20 runs are there" in capsys.readouterr().out
+    cli.main(["table", "5", *words(tmp_path)])
+    page = (tmp_path / "tables/table-05-smoke.md").read_text()
+    assert page in capsys.readouterr().out
+    assert "smoke scale; 40 steps a run; 2 seeds." in page
+    assert "highest validation_accuracy (tail_mean), mean over the seeds" in page
+    table = pd.read_csv(tmp_path / "tables/table-05-smoke.csv")
+    assert list(table.groupby("optimizer", sort=False)["lr"].agg(tuple)) == [
+        (0.01, 0.05, 0.1, 0.5, 1), (0.0001, 0.0005, 0.001, 0.005, 0.01),
+    ]  # fmt: skip
+    assert list(table[table["paper"]]["lr"]) == [0.1, 0.001] and (table["runs"] == 2).all()
+    for label, part in table.groupby("optimizer"):
+        best = part[part["best"]].iloc[0]
+        assert best["validation_accuracy"] == part["validation_accuracy"].max()
+        assert f"| {label} | lr " in page and f"{best['validation_accuracy']:.4g} ±" in page
+    pictures = [tmp_path / f"figures/table-05-smoke.{kind}" for kind in ("png", "pdf", "csv")]
+    assert all(path.stat().st_size > 200 for path in pictures)
+    cli.main(["table", "5", *words(tmp_path)])
+    assert "to train" not in capsys.readouterr().out
+
+
+def test_the_numbers_are_those_of_the_records(tmp_path, conf):
+    cli.main(["table", "5", *words(tmp_path)])
+    table = pd.read_csv(tmp_path / "tables/table-05-smoke.csv")
+    pair = ["experiment=mnist_lr", "optimizer=sgd", "optimizer.lr=0.5", *words(tmp_path)]
+    ends = [
+        Run(compose([*pair, f"seed={seed}"])).metrics()["validation_accuracy"].iloc[-2:].mean()
+        for seed in (0, 1)
+    ]
+    row = table[(table["optimizer"] == "SGD") & (table["lr"] == 0.5)].iloc[0]
+    assert row["validation_accuracy"] == pytest.approx(sum(ends) / 2)
+
+
+def test_missing_runs_are_named_and_nothing_is_written(tmp_path, conf):
+    spec = load_spec("table", "05")
+    groups = spec.expand(words(tmp_path))
+    execute(groups["adam"][0])
+    with pytest.raises(ConfigError, match=r"runs are missing.*python run.py experiment=mnist_lr"):
+        write_grid(spec, groups, tmp_path / "tables/t", tmp_path / "figures/t")
+    assert not (tmp_path / "tables").exists() and not (tmp_path / "figures").exists()
+
+
+def test_a_run_that_diverged_is_drawn_and_counted(tmp_path, conf):
+    spec = load_spec("table", "05")
+    groups = spec.expand(words(tmp_path))
+    for members in groups.values():
+        for run in members:
+            execute(run)
+    info = groups["adam"][1].folder / "run.json"
+    info.write_text(info.read_text().replace('"finished"', '"diverged"'))
+    write_grid(spec, groups, tmp_path / "t", tmp_path / "p")
+    assert "| 1 of 10 |" in (tmp_path / "t.md").read_text()
+    assert "1 of 2 runs diverged" in (tmp_path / "t.md").read_text()
+    assert (tmp_path / "p.png").exists()
+
+
+def test_a_slip_in_the_rule_is_named(tmp_path, conf):
+    path = tmp_path / "conf/table/05.yaml"
+    path.write_text(TABLE.replace("best: highest", "best: fastest"))
+    with pytest.raises(ConfigError, match="best=fastest is refused"):
+        grids.rule_of(load_spec("table", "05"))
+    path.write_text(TABLE.replace("sweeps: [lr]", "sweeps: [lrr]"))
+    with pytest.raises(ConfigError, match="sweep=lrr is unknown"):
+        load_spec("table", "05")
