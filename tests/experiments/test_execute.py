@@ -10,7 +10,9 @@ from experiments.runs import Run
 
 
 def runs(folder, *overrides, seeds=(0, 1, 2)):
-    always = ["experiment=mnist_lr", "scale=smoke", "tracking=off", f"results={folder}"]
+    """Short runs on generated images, but of a scale whose runs are worth a worker."""
+    always = ["experiment=mnist_lr", "scale=paper", "tracking=off", f"results={folder}"]
+    always += ["task.data._target_=experiments.data.mnist.generate", "steps=40", "log_every=2"]
     return [Run(compose([*always, *overrides, f"seed={seed}"])) for seed in seeds]
 
 
@@ -34,6 +36,11 @@ def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch
 def test_as_many_at_once_as_the_cores_take(tmp_path, monkeypatch, cores, threads, expected):
     monkeypatch.setattr(module, "ALL_THREADS", cores)
     assert side_by_side(runs(tmp_path, f"threads={threads}")) == expected
+
+
+def test_smoke_runs_need_no_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    assert side_by_side(runs(tmp_path, "scale=smoke")) == 1
 
 
 def test_threads_are_set_for_each_run(tmp_path):
