@@ -57,9 +57,10 @@ bench-training: $(READY)
 
 ##
 ## Work on the code
+# one thread for each of the two processes: threads that fight over cores are many times slower
 ##   test                   run the tests; TESTS=tests/adashift chooses some
 test: $(READY)
-	$(PY) -m pytest -n 2 $(TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(TESTS) $(ARGS)
 
 ##   lint                   ruff (rules and format) and mypy
 lint: $(READY)
