@@ -155,8 +155,8 @@ def parameter_lists(quick: bool) -> dict[str, tuple[Shapes, int]]:
         }
     return {
         "one tensor": ([(25_000_000,)], 2 * CYCLE),
-        "ResNet-18": (shapes_of("resnet18"), 4 * CYCLE),
-        "DenseNet-121": (shapes_of("densenet121"), 4 * CYCLE),
+        "ResNet-18": (shapes_of("resnet18"), 2 * CYCLE),
+        "DenseNet-121": (shapes_of("densenet121"), 2 * CYCLE),
     }
 
 
