@@ -114,9 +114,9 @@ class PerParameter(Optimizer, ABC):
     def _check(options: dict[str, Any]) -> dict[str, Any]:
         """The options in plain types, or a ValueError."""
 
+    @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
         """Move p by the rule."""
-        raise NotImplementedError(f"{type(self).__name__} has no rule")
 
 
 class AdaShift(PerParameter):
@@ -232,8 +232,19 @@ class AdaShift(PerParameter):
 
     @_disable_dynamo  # t is a number here: torch.compile would compile every step anew
     def _update_eagerly(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if group["fused"] or (params and by_lists(params[0], group)):
+            self._update_together(params, group)
+        else:
+            super()._update_group(params, group)
+
+    def _update(self, p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
+        t = begin(state, g, group)
+        move = plan(state, g, t, group["betas"][0], group["m"] or group["n"])
+        update(p, g, state, move, t, group)
+
+    def _update_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """By the kernel, else by lists; what neither takes goes its own way."""
         beta1, m = group["betas"][0], group["m"] or group["n"]
-        foreach = group["foreach"]
         entries, jobs = list[lists.Entry](), kernel.Jobs(group)
         for p in params:
             theta, state = as_real(p), self.state[p]
@@ -243,14 +254,17 @@ class AdaShift(PerParameter):
             move = plan(state, g, t, beta1, m)
             if fused and kernel.fits(theta, g, move, state["v"]):
                 jobs.add(theta, g, move, state, t)
-                continue
-            g = gradient_of(p, group) if fused else g
-            if foreach or (foreach is None and not g.is_cpu):
-                entries.append((theta, g, state, move, t))
+            elif by_lists(p, group):
+                entries.append((theta, gradient_of(p, group), state, move, t))
             else:
-                update(theta, g, state, move, t, group)
+                update(theta, gradient_of(p, group), state, move, t, group)
         jobs.run()
         lists.update(entries, group)
+
+
+def by_lists(p: Tensor, group: dict[str, Any]) -> bool:
+    """On a GPU unless it is refused, elsewhere if it is asked for."""
+    return bool(group["foreach"] or (group["foreach"] is None and not p.is_cpu))
 
 
 def begin(state: State, g: Tensor, group: dict[str, Any]) -> int:
