@@ -8,14 +8,10 @@ else the machine does falls on all of them. A contender is a line of CONTENDERS.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import importlib
 import importlib.util
-import os
-import platform
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +29,8 @@ from torch import Tensor
 
 import adashift
 from adashift import AdaShift
-from experiments.config import CONF, ROOT
+from experiments.config import CONF
+from experiments.timing import command, interleave, listed, machine, markdown, processor, write
 
 Make = Callable[[list[Tensor]], Any]
 Shapes = list[tuple[int, ...]]
@@ -194,25 +191,6 @@ def build(contender: Contender, shapes: Shapes) -> Any:
     return optimizer
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def interleave(entrants: Mapping[str, Any], rounds: int) -> pd.DataFrame:
-    """Seconds per step, a row per round: the order is rotated, and backwards every other round."""
-    names, rows = list(entrants), []
-    gc.disable()
-    try:
-        for r in range(rounds):
-            order = names[r % len(names) :] + names[: r % len(names)]
-            rows.append({name: seconds(entrants[name].step) for name in order[:: (-1) ** r]})
-    finally:
-        gc.enable()
-    return pd.DataFrame(rows, columns=names)
-
-
 def cycle_mean(t: pd.Series, contender: Contender) -> float:
     """Seconds per step over a cycle: the median of the dear step and of the others, weighted.
 
@@ -321,36 +299,18 @@ def both(table: pd.DataFrame, reference: str) -> list[str]:
     return [f"{median:.2f} ({cycle:.2f})" for median, cycle in pairs]
 
 
-def markdown(table: pd.DataFrame) -> str:
-    head = "| " + " | ".join(map(str, table.columns)) + " |"
-    rows = ["| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False)]
-    return "\n".join([head, "|" + "---|" * len(table.columns), *rows])
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def sources() -> str:
     """Changes when the optimizer or this file changes."""
-    files = [*sorted(Path(adashift.__file__).parent.glob("*.py")), Path(__file__)]
+    files = [*sorted(Path(adashift.__file__).parent.glob("*.[cp]*")), Path(__file__)]
     return hashlib.sha256(b"\n".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 def provenance(quick: bool) -> str:
-    facts = {
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "threads": torch.get_num_threads(),
+    facts = machine() | {
         "command": f"python -m experiments.bench{' --quick' if quick else ''}",
-        "sources": f"{sources()} (SHA-256 of adashift/*.py and experiments/bench.py)",
+        "sources": f"{sources()} (SHA-256 of adashift and experiments/bench.py)",
     }
-    return "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    return listed(facts)
 
 
 EXPLANATION = """\
@@ -437,22 +397,13 @@ def bench(results: Path, quick: bool) -> pd.DataFrame:
         print(f"{name}: tensors {len(shapes)}, elements {numel(shapes):,} …", flush=True)
         parts.append(run_list(name, shapes, rounds))
     table = pd.concat(parts, ignore_index=True)
-    stem = results / "tables" / "bench-optimizer"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
-    stem.with_suffix(".md").write_text(document(table, quick), encoding="utf-8")
+    write(table, document(table, quick), results / "tables" / "bench-optimizer")
     draw(table, results / "figures" / "bench-optimizer", quick)
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the optimizers' steps.")
-    parser.add_argument("--quick", action="store_true", help="small lists: seconds, no meaning")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
-    arguments = parser.parse_args()
-    table = bench(arguments.results, arguments.quick)
-    print(readable(table).to_string(index=False))
-    print(f"Written: {arguments.results}/tables/bench-optimizer.{{csv,md}} and the chart.")
+def main(words: Sequence[str] | None = None) -> None:
+    command(bench, readable, "Time the optimizers' steps.", "bench-optimizer", words)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ falls on all of them.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
-import platform
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +22,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
-from experiments.bench import interleave, markdown, processor
-from experiments.config import ROOT, Config, build, compose
+from experiments.config import Config, build, compose
 from experiments.data.files import fetch
 from experiments.data.mnist import FILES
 from experiments.execute import make_optimizers
 from experiments.loop import train
 from experiments.record import Record
+from experiments.timing import command, interleave, listed, machine, markdown, write
 
 CPU = torch.device("cpu")
 TASKS = ("mnist_lr", "mnist_mlp")
@@ -162,40 +158,23 @@ Goals: {LOOP} at least {GOALS[BARE]:g} of {BARE} and {GOALS[LOADER]:g} × {LOADE
 
 
 def document(table: pd.DataFrame, quick: bool) -> str:
-    facts = [
-        f"- machine: {processor()}, {os.cpu_count()} cores, {platform.system()}",
-        f"- software: torch {torch.__version__}, Python {platform.python_version()}",
-        f"- threads: {torch.get_num_threads()}",
-        f"- chunk: {table['chunk'].max()} steps ({LOADER} {table['chunk'].min()}), "
-        f"rounds: {table['rounds'].max()}",
-    ]
+    chunks = f"{table['chunk'].max()} steps ({LOADER} {table['chunk'].min()})"
+    facts = machine() | {"chunk": chunks, "rounds": table["rounds"].max()}
     parts = ["# Steps per second of the training loop"]
     parts += ["**Small chunks, for the tests: these numbers mean nothing.**"] if quick else []
-    return "\n\n".join([*parts, "\n".join(facts), markdown(readable(table)), EXPLANATION]) + "\n"
+    return "\n\n".join([*parts, listed(facts), markdown(readable(table)), EXPLANATION]) + "\n"
 
 
 def bench(results: Path, quick: bool) -> pd.DataFrame:
     data = plain_data(quick)
     pairs = [(task, optimizer) for task in TASKS for optimizer in OPTIMIZERS]
     table = pd.concat([run_pair(*pair, data, quick) for pair in pairs], ignore_index=True)
-    stem = results / "tables" / "bench-training"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
-    stem.with_suffix(".md").write_text(document(table, quick), encoding="utf-8")
+    write(table, document(table, quick), results / "tables" / "bench-training")
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the training loop on MNIST.")
-    parser.add_argument("--quick", action="store_true", help="small chunks: seconds, no meaning")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
-    arguments = parser.parse_args()
-    try:
-        table = bench(arguments.results, arguments.quick)
-    except OSError as error:
-        sys.exit(f"error: {error}")
-    print(readable(table).to_string(index=False))
-    print(f"Written: {arguments.results}/tables/bench-training.{{csv,md}}")
+def main(words: Sequence[str] | None = None) -> None:
+    command(bench, readable, "Time the training loop on MNIST.", "bench-training", words)
 
 
 if __name__ == "__main__":

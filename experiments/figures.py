@@ -73,7 +73,7 @@ def styles() -> dict[str, Any]:
 
 def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> None:
     """Write stem.png, stem.pdf and stem.csv."""
-    columns = min(len(spec.panels), 2)
+    columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(4.7 * columns, 3.7 * rows), squeeze=False, layout="constrained"

@@ -20,9 +20,10 @@ ARROWS = {
         "experiments.config", "experiments.loop", "experiments.progress", "experiments.record",
         "experiments.runs", "experiments.task",
     },
-    "experiments.bench": {"adashift", "experiments.config"},
+    "experiments.bench": {"adashift", "experiments.config", "experiments.timing"},
+    "experiments.timing": {"experiments.config"},
     "experiments.bench_training": {
-        "experiments.bench", "experiments.config", "experiments.data", "experiments.execute",
+        "experiments.config", "experiments.data", "experiments.execute", "experiments.timing",
         "experiments.loop", "experiments.record",
     },
     "experiments.loop": {"experiments.progress", "experiments.record", "experiments.task"},
@@ -55,6 +56,7 @@ ARROWS = {
 # package from outside → the only modules that may import it
 KEPT_IN = {
     "torch": {"adashift", "experiments.bench", "experiments.bench_training", "experiments.task",
+              "experiments.timing",
               "experiments.tasks", "experiments.models", "experiments.data", "experiments.loop",
               "experiments.execute"},
     "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",

@@ -1,7 +1,6 @@
 """The benchmark on small lists: that it measures what it says, not how fast anything is."""
 
 import importlib.util
-import sys
 
 import pandas as pd
 import pytest
@@ -9,7 +8,7 @@ import torch
 from PIL import Image
 
 from adashift import AdaShift
-from experiments import bench
+from experiments import bench, timing
 
 LISTS = ["one tensor", "ResNet-18", "DenseNet-121"]
 NAMES = [c.name for c in bench.CONTENDERS]
@@ -18,9 +17,7 @@ NAMES = [c.name for c in bench.CONTENDERS]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench", "--quick", "--results", str(folder)])
-        bench.main()
+    bench.main(["--quick", "--results", str(folder)])
     return folder
 
 
@@ -110,7 +107,7 @@ def test_each_round_has_a_step_of_everyone_and_the_order_moves():
         def step(self):
             calls.append(self.name)
 
-    times = bench.interleave({name: Entrant(name) for name in "abc"}, rounds=6)
+    times = timing.interleave({name: Entrant(name) for name in "abc"}, rounds=6)
     rounds = ["".join(calls[i : i + 3]) for i in range(0, 18, 3)]
     assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac"]
     assert times.shape == (6, 3) and (times > 0).all(axis=None)

@@ -1,7 +1,5 @@
 """The training benchmark on small chunks: that it measures what it says, not how fast it is."""
 
-import sys
-
 import pandas as pd
 import pytest
 import torch
@@ -16,9 +14,7 @@ PAIRS = [(task, opt) for task in bench_training.TASKS for opt in bench_training.
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench", "--quick", "--results", str(folder)])
-        bench_training.main()
+    bench_training.main(["--quick", "--results", str(folder)])
     return folder / "tables"
 
 
