@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 GUESSABLE = ("experiment", "optimizer", "tracking")
 
+# Parts of a task that stand at the top of the config, short to type: data.limit=2000.
+PARTS = ("data", "model", "trainer")
+
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
@@ -60,8 +63,9 @@ class Config(BaseModel):
     scale: Literal["paper", "laptop", "smoke"]
     cpu_scale: Literal["paper", "laptop"]
     cpu_threads: PositiveInt | None = None  # what an experiment asks for; `threads` is what it gets
-    steps: PositiveInt
-    log_every: PositiveInt
+    steps: PositiveInt | None  # None: what the task says, which counts in epochs
+    log_every: PositiveInt | None  # None: every epoch
+    schedule: dict[str, Any] | None = None  # a factor of the learning rate; None: 1
     task: dict[str, Any]
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
@@ -73,7 +77,8 @@ class Config(BaseModel):
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that decides what comes out."""
-        return self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
+        values = self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
+        return {key: value for key, value in values.items() if value is not None}
 
     def digest(self) -> str:
         text = json.dumps(as_floats(self.identity()), sort_keys=True)
@@ -97,7 +102,8 @@ def has_gpu() -> bool:
 
 def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
     """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
-    return {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+    value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+    return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve wants nodes
 
 
 def choices_of(group: str) -> list[str]:
@@ -156,9 +162,20 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
     values["results"] = results_folder(values["results"])
+    move_parts(values)
     config = Config.model_validate(values)
     check_ranges(config.optimizer)
     return config
+
+
+def move_parts(values: dict[Any, Any]) -> None:
+    """Put the parts of the task where they belong."""
+    for part in PARTS:
+        if part not in values:
+            continue
+        if part in values["task"]:
+            raise ConfigError(f"task.{part} is an unknown key: {part} stands at the top, {part}.…=")
+        values["task"][part] = values.pop(part)
 
 
 def results_folder(given: Any) -> Path:
@@ -299,7 +316,7 @@ def explain(text: str) -> str:
 
 
 def known_keys() -> str:
-    return ", ".join(sorted(Config.model_fields.keys() - {"optimizer_name"}))
+    return ", ".join(sorted({*Config.model_fields, *PARTS} - {"optimizer_name"}))
 
 
 def guess(key: str) -> str:

@@ -30,18 +30,31 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
     torch.set_num_threads(config.threads or ALL_THREADS)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
-    length = "" if task.ends else f", {config.steps:,} steps"
+    schedule = build(config.schedule, "schedule") if config.schedule else None
+    steps, log_every = length_of(config, task)
+    torch.manual_seed(config.seed)  # dropout has no generator of its own
+    length = "" if task.ends else f", {steps:,} steps"
     announce(f"{size_of(config)}{length}: {shown(run.folder)}")
     with Record(run.folder, config, run.command(), figures_using(run)) as record:
         record.status = train(
             task,
             optimizers,
             record,
-            steps=config.steps,
-            log_every=config.log_every,
+            steps=steps,
+            log_every=log_every,
+            schedule=schedule,
             title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
         )
     return record.status
+
+
+def length_of(config: Config, task: Task) -> tuple[int, int]:
+    """How many steps, and how many between two records."""
+    steps, log_every = config.steps or task.total_steps, config.log_every or task.epoch_steps
+    if steps is None or log_every is None:
+        key = "steps" if steps is None else "log_every"
+        raise ConfigError(f"{key}=null is refused: {config.experiment} knows no epochs; give it")
+    return steps, log_every
 
 
 def size_of(config: Config) -> str:

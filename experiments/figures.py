@@ -41,8 +41,9 @@ plt.rcParams.update(
         "pdf.fonttype": 42,
     }
 )
-DASHES = ("-", "--", "-.", ":")
-SHADES = ((0, 0.0), (0, 0.45), (1, 0.45), (0, 0.7))  # of a colour: towards black (0) or white (1)
+# Curves of one optimizer: of a colour towards black (0) or white (1), and dashes.
+SHADES = ((0, 0.0), (0, 0.45), (1, 0.45), (0, 0.7), (1, 0.65), (0, 0.25))
+DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (2, 1)))
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,14 @@ def numbers(
     return row
 
 
+def steps(run: Run) -> int:
+    """As many as were asked for, or as the epochs have come to."""
+    return run.config.steps or int(run.metrics()["step"].max())
+
+
 def counts(runs: Sequence[Run]) -> dict[str, int]:
     diverged = sum(run.status == "diverged" for run in runs)
-    return {"runs": len(runs), "diverged": diverged, "steps": runs[0].config.steps}
+    return {"runs": len(runs), "diverged": diverged, "steps": steps(runs[0])}
 
 
 def setting(run: Run, rule: Rule) -> dict[str, Any]:
@@ -169,7 +174,7 @@ def face(spec: Spec, groups: Groups) -> str:
 
 
 def steps_of(groups: Groups) -> str:
-    counts = sorted({run.config.steps for runs in groups.values() for run in runs})
+    counts = sorted({steps(run) for runs in groups.values() for run in runs})
     return f"{' and '.join(f'{count:,}' for count in counts)} steps a run"
 
 

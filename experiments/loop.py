@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,16 +20,20 @@ def train(
     *,
     steps: int,
     log_every: int,
+    schedule: Callable[[float], float] | None = None,
     title: str = "",
 ) -> str:
     """Train until `steps` are done; return "finished", or "diverged" if a metric is no number.
 
     Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
-    that each player has had since the last time.
+    that each player has had since the last time. `schedule` gives the factor of the learning rates
+    from the part of the steps that is done.
     """
     done, losses = 0, defaultdict[str, list[torch.Tensor]](list)
     with progress(total=steps, desc=title, unit="step", unit_scale=True) as bar:
         for step in task.steps():
+            if schedule is not None:
+                set_rates(optimizers, schedule(done / steps))
             loss = step.take(optimizers[step.player])
             if loss is not None:
                 losses[f"{step.player}/loss"].append(loss)
@@ -48,6 +52,12 @@ def train(
     if task.ends:
         return "finished"
     raise RuntimeError(f"{type(task).__name__}.steps() ended after {done} of {steps} steps")
+
+
+def set_rates(optimizers: Mapping[str, torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
 def mean(losses: list[torch.Tensor]) -> float:

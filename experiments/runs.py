@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from experiments import record
 from experiments.config import (
     CONF,
+    PARTS,
     Config,
     ConfigError,
     compose,
@@ -76,7 +77,10 @@ class Run:
         values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
         plus = {k: "" if k in plain else "++" for k in changed}
-        given = [f"{plus[k]}{k}={json.dumps(v, separators=(',', ':'))}" for k, v in changed.items()]
+        given = [
+            f"{plus[k]}{typed(k)}={json.dumps(v, separators=(',', ':'))}"
+            for k, v in changed.items()
+        ]
         return shlex.join(["python", "run.py", *names, *given, f"seed={c.seed}"])
 
     def with_seed(self, seed: int) -> Run:
@@ -133,6 +137,12 @@ class Spec(BaseModel):
             name: [first.with_seed(seed) for seed in range(1 if name in self.once else self.seeds)]
             for name, first in self.settings(overrides).items()
         }
+
+
+def typed(key: str) -> str:
+    """A key as it is typed: the parts of a task stand at the top."""
+    short = key.removeprefix("task.")
+    return short if short.split(".")[0] in PARTS else key
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -44,6 +44,12 @@ def tail_sd(metrics: pd.DataFrame, metric: str) -> float:
     return float(tail(metrics, metric).std(ddof=0))
 
 
+def early_mean(metrics: pd.DataFrame, metric: str) -> float:
+    """Over the first third of the steps."""
+    early = metrics["step"] <= metrics["step"].iloc[-1] / 3
+    return float(metrics.loc[early, metric].mean())
+
+
 def trend(metrics: pd.DataFrame, metric: str) -> float:
     """Rank correlation with the step: 1 if it only rises, −1 if it only falls."""
     rows = metrics.dropna(subset=metric)

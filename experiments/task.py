@@ -44,6 +44,8 @@ class Task(ABC):
     """A problem: who plays, how a step goes, how it is judged."""
 
     ends: ClassVar[bool] = False  # whether steps() stops by itself, before `steps` are done
+    epoch_steps: int | None = None  # of one pass over the data, if there are passes
+    total_steps: int | None = None  # of a training whose length is given in epochs
 
     @abstractmethod
     def players(self) -> dict[str, list[torch.nn.Parameter]]:

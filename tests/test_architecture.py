@@ -33,7 +33,7 @@ ARROWS = {
         "experiments.tasks",
     },
     "experiments.models": {"experiments.models"},
-    "experiments.data": {"experiments.data"},
+    "experiments.data": {"experiments.data", "experiments.progress"},
     "experiments.figures": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.tables": {
         "experiments.claims", "experiments.config", "experiments.record", "experiments.runs",
@@ -43,6 +43,7 @@ ARROWS = {
         "experiments.runs", "experiments.tables",
     },
     "experiments.claims": {"experiments.config", "experiments.record", "experiments.runs"},
+    "experiments.schedules": set(),
     "experiments.statistics": set(),
     "experiments.runs": {"experiments.config", "experiments.record"},
     "experiments.record": {"experiments.config"},

