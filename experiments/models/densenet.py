@@ -21,7 +21,8 @@ class DenseNet(nn.Module):
 
     The stem has 2 × growth filters and each layer adds `growth` channels, with `bottleneck` by way
     of 4 × growth. A transition between two blocks halves the image; it leaves the same width, half
-    of it, or no more than `growth`. `norm_momentum` is 1 − TensorFlow's decay.
+    of it, or `growth` channels. Dropout follows every convolution but the stem. `init` is for the
+    convolutions; the last layer starts by Glorot. `norm_momentum` is 1 − TensorFlow's decay.
 
     | network | growth | blocks | bottleneck | transition | stem | parameters |
     |---|---|---|---|---|---|---|

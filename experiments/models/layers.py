@@ -24,7 +24,7 @@ def he(weight: Tensor) -> None:
 
 
 def glorot(weight: Tensor) -> None:
-    """Uniform with variance 2 / (fan-in + fan-out): TF's default."""
+    """Uniform with variance 2 / (fan-in + fan-out): TF's default, and its Xavier."""
     nn.init.xavier_uniform_(weight)
 
 

@@ -5,11 +5,15 @@ from functools import partial
 from itertools import islice, pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from adashift import AdaShift
 from experiments.config import ConfigError, build, compose
+from experiments.data import folder
+from experiments.data.files import DataError
 from experiments.execute import execute, length_of
 from experiments.loop import set_rates, train
 from experiments.runs import Run
@@ -182,3 +186,22 @@ def test_what_is_faster_on_a_gpu_computes_the_same(option, tolerance):
     assert (other_theta - theta).norm() < 5 * tolerance * moved
     a, b = plain.evaluate(), fast.evaluate()
     assert b["test_loss"] == pytest.approx(a["test_loss"], rel=5 * tolerance)
+
+
+def test_images_of_ones_own(tmp_path, monkeypatch):
+    """As the README says it."""
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = rng.integers(256, size=(40, 36, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
+    words = ["data._target_=experiments.data.folder.load", f"+data.path={tmp_path / 'pets'}"]
+    run = Run(config_of("resnet_cifar10", *words, f"results={tmp_path}"))
+    assert execute(run) == "finished"
+    assert run.metrics()["step"].max() == 2 * (54 // 20)
+    (tmp_path / "pets/dogs/7.png").write_bytes(b"no image")
+    folder.load.cache_clear()
+    with pytest.raises(DataError, match=r"pets/dogs/7.png is no image"):
+        execute(Run(run.config.model_copy(update={"force": True})))
