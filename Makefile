@@ -51,7 +51,7 @@ theory claims status: $(READY)
 bench-optimizer: $(READY)
 	@$(PY) -m experiments.bench $(ARGS)
 
-##   bench-training         steps per second of the loop on MNIST, against a bare one: results/tables/
+##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/tables/
 bench-training: $(READY)
 	@$(PY) -m experiments.bench_training $(ARGS)
 

@@ -1,36 +1,83 @@
 """The training benchmark on small chunks: that it measures what it says, not how fast it is."""
 
+from itertools import islice
+
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 
 from experiments import bench_training
-from experiments.bench_training import BARE, EVALUATED, LOADER, LOOP, LoaderScript, Ours, Script
-from experiments.config import compose
+from experiments.bench_training import (
+    BARE,
+    CPU,
+    EVALUATED,
+    LOADER,
+    LOOP,
+    NETWORK,
+    PIPELINE,
+    LoaderScript,
+    Network,
+    Ours,
+    Script,
+    Supply,
+    drawn,
+    loader_of,
+)
+from experiments.config import build, compose
 
 PAIRS = [(task, opt) for task in bench_training.TASKS for opt in bench_training.OPTIMIZERS]
+IMAGES = ("experiment=resnet_cifar10", "optimizer=adashift", "scale=smoke")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    bench_training.main(["--quick", "--results", str(folder)])
+    """The tables, where a run has 1 thread on MNIST and would have 3 if it were given all."""
+    folder, before = tmp_path_factory.mktemp("results"), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_training, "ALL_THREADS", 3)
+        bench_training.main(["--quick", "--results", str(folder)])
+    torch.set_num_threads(before)
     return folder / "tables"
 
 
-def test_every_contender_of_every_pair_is_timed(results):
-    table = pd.read_csv(results / "bench-training.csv")
+@pytest.fixture(scope="module")
+def table(results):
+    return pd.read_csv(results / "bench-training.csv")
+
+
+def image_task(*words):
+    return build(compose([*IMAGES, *words]).task, "task", seed=0, device=CPU)
+
+
+def test_every_contender_is_timed(table):
     wanted = [(*pair, name) for pair in PAIRS for name in (LOOP, EVALUATED, BARE, LOADER)]
+    wanted += [("resnet_cifar10", "adashift", name) for name in (PIPELINE, NETWORK, LOADER)]
     assert list(zip(table["task"], table["optimizer"], table["contender"], strict=True)) == wanted
-    assert (table["steps_per_second"] > 0).all()
-    assert (table.loc[table["contender"] == BARE, f"to_{BARE}"] == 1).all()
-    assert (table.loc[table["contender"] == LOADER, f"to_{LOADER}"] == 1).all()
+    assert (table["per_second"] > 0).all()
+    for name in (BARE, NETWORK, LOADER):
+        assert (table.loc[table["contender"] == name, f"to_{name}"] == 1).all()
+
+
+def test_mnist_has_the_threads_of_a_run_and_images_have_all(table):
+    assert (table["threads"] == table["unit"].map({"steps": 1, "images": 3})).all()
 
 
 def test_the_page_says_what_was_measured(results):
     page = (results / "bench-training.md").read_text(encoding="utf-8")
-    assert f"threads: {torch.get_num_threads()}" in page and "these numbers mean nothing" in page
-    assert "at least 0.8 of bare and 5 × DataLoader" in page
+    assert "these numbers mean nothing" in page and "nan" not in page
+    assert "threads: mnist_lr 1, mnist_mlp 1" in page and "threads: resnet_cifar10 3" in page
+    assert "loop at least 0.8 of bare and 5 × DataLoader" in page
+    assert "pipeline at least 20 × network and 5 × DataLoader" in page
+
+
+def test_a_rate_is_what_was_done_by_the_time_it_took(monkeypatch):
+    times = pd.DataFrame({PIPELINE: [1.0, 2.0, 4.0], NETWORK: [10.0, 20.0, 10.0]})
+    monkeypatch.setattr(bench_training, "interleave", lambda entrants, rounds: times)
+    entrants = {PIPELINE: Supply([], 30), NETWORK: Supply([], 5)}
+    rates = bench_training.measure(compose(IMAGES), entrants, 3, "images", per_step=20)
+    assert rates["per_second"].tolist() == [300, 10]  # 30 × 20 ÷ 2 and 5 × 20 ÷ 10
+    assert rates[f"to_{NETWORK}"].tolist() == [60, 1]
 
 
 @pytest.mark.parametrize("task", bench_training.TASKS)
@@ -61,3 +108,45 @@ def test_the_loop_is_timed_without_evaluations_and_with_all_of_them(tmp_path):
         assert [step for step, _ in log.rows] == [*range(2, 41, 2)]
         assert all("classifier/loss" in names for _, names in log.rows)
         assert all(("test_accuracy" in names) == evaluated for _, names in log.rows)
+
+
+def test_the_pipeline_makes_what_the_task_trains_on():
+    seen, fixed = [], torch.randn(20, 10)
+    task = image_task()
+    task.forward = lambda images: seen.append(images) or fixed
+    losses = [step.loss() for step in islice(task.steps(), 7)]  # an epoch has 5
+    for images, loss, (ours, labels) in zip(seen, losses, drawn(image_task()), strict=False):
+        assert torch.equal(ours, images) and F.cross_entropy(fixed, labels) == loss
+
+
+@pytest.mark.parametrize("make", [drawn, loader_of])
+def test_both_inputs_are_flipped_crops_of_the_same_images(make):
+    task = image_task("data.limit=1", "trainer.batch=1")
+    framed = F.pad(task.data.train.pixels[0] / 255, (4, 4, 4, 4))
+    windows = framed.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).flatten(0, 1)
+    windows = torch.stack([windows, windows.flip(-1)])
+    torch.manual_seed(0)
+    batches, found = make(task), set()
+    for _ in range(12):
+        image, label = next(iter(batches))
+        assert image.dtype == torch.float32 and label.tolist() == task.data.train.labels.tolist()
+        distances = (windows - image).abs().amax((2, 3, 4)).flatten()
+        assert distances.min() < 1e-6
+        found.add(distances.argmin().item())
+    assert len(found) > 6 and min(found) < 81 <= max(found)
+
+
+def test_an_input_delivers_an_epoch_a_chunk():
+    batches = loader_of(image_task())
+    assert batches.num_workers == 2 and batches.batch_size == 20 and len(batches) == 5
+    Supply(batches, 5).step()
+    assert [images.shape for images, _ in batches] == 5 * [(20, 3, 32, 32)]
+
+
+def test_the_network_is_that_of_the_experiment_and_it_learns():
+    network = Network(compose(IMAGES), steps=30)
+    images, labels = next(network.batches)
+    assert images.shape == (20, 3, 32, 32)
+    before = F.cross_entropy(network.net(images), labels)
+    network.step()
+    assert F.cross_entropy(network.net(images), labels) < before
