@@ -28,7 +28,7 @@ from experiments.config import Config, build, compose
 from experiments.data.files import fetch
 from experiments.data.images import Images
 from experiments.data.mnist import FILES
-from experiments.execute import ALL_THREADS, length_of, make_optimizers
+from experiments.execute import length_of, make_optimizers, set_up_torch
 from experiments.loop import train
 from experiments.record import Record
 from experiments.timing import command, interleave, listed, machine, markdown, write
@@ -166,9 +166,9 @@ def loader_of(task: Any) -> DataLoader[Any]:
 
 
 def prepare(words: Sequence[str], quick: bool) -> Config:
-    """The config of a run; from here on torch has the threads that execute() would give it."""
+    """The config of a run; from here on torch is as execute() would have it."""
     config = compose([*words, f"scale={'smoke' if quick else 'paper'}", "tracking=off"])
-    torch.set_num_threads(config.threads or ALL_THREADS)
+    set_up_torch(config)
     return config
 
 
