@@ -71,3 +71,10 @@ def test_an_experiment_says_how_many_threads_it_wants(tmp_path):
 def test_threads_are_not_part_of_what_a_run_is(tmp_path):
     (a,), (b,) = (runs(tmp_path, f"threads={t}", seeds=[0]) for t in (1, 2))
     assert a.folder == b.folder
+
+
+def test_a_run_flushes_denormal_numbers_to_zero(tmp_path):
+    tiny = torch.tensor([1e-39])
+    assert (tiny * 1).item() > 0
+    execute(*runs(tmp_path, seeds=[0]))
+    assert (tiny * 1).item() == 0
