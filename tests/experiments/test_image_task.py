@@ -51,6 +51,20 @@ def trained(task, count=6):
     return learn(task, optimizer, count), weights(task)
 
 
+@pytest.mark.parametrize(
+    ("experiment", "count", "classes"),
+    zip(EXPERIMENTS, [2_799_114, 6_365_962, 769_162, 553_280], [10, 10, 10, 200], strict=True),
+)
+def test_paper_scale_is_the_published_network(experiment, count, classes):
+    source = [
+        "data._target_=experiments.data.images.generate", "data.limit=128", "data.test_limit=1",
+        f"++data.classes={classes}",
+    ]  # fmt: skip
+    task = task_of(experiment, "scale=paper", *source)
+    assert len(weights(task)) == count
+    assert not task.trainer.channels_last
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_epochs_decide_how_long_it_takes(experiment):
     config = config_of(experiment)
