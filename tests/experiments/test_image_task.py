@@ -53,7 +53,9 @@ def trained(task, count=6):
 
 @pytest.mark.parametrize(
     ("experiment", "count", "classes"),
-    zip(EXPERIMENTS, [2_799_114, 6_365_962, 769_162, 553_280], [10, 10, 10, 200], strict=True),
+    list(
+        zip(EXPERIMENTS, [2_799_114, 6_365_962, 769_162, 553_280], [10, 10, 10, 200], strict=True)
+    ),
 )
 def test_paper_scale_is_the_published_network(experiment, count, classes):
     source = [
