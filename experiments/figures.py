@@ -127,32 +127,44 @@ def shaded(members: Sequence[Group]) -> list[Group]:
 
 
 def curves(
-    ax: Axes, groups: Sequence[Group], metric: str, legend: Any = "best", smooth: int = 1
+    ax: Axes,
+    groups: Sequence[Group],
+    metric: str,
+    legend: Any = "best",
+    smooth: int = 1,
+    orders: bool = False,
 ) -> pd.DataFrame:
     """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
 
     With `smooth`, each run is first averaged over so many records, and the mean as it was recorded
-    stands faint behind.
+    stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
+    that are orders of magnitude apart a mean would show the worst alone.
     """
+
+    def shown(values: pd.Series) -> pd.Series:
+        return 10.0**values if orders else values
+
     parts = []
     for group in groups:
-        raw = group.table(metric)
+        raw = np.log10(group.table(metric)) if orders else group.table(metric)
         table, color = box_mean(raw, smooth), group.style["color"]
         numbers = over_seeds(raw)
         if smooth > 1:
-            ax.plot(numbers.index, numbers["mean"], lw=0.6, alpha=0.3, color=color)
+            ax.plot(numbers.index, shown(numbers["mean"]), lw=0.6, alpha=0.3, color=color)
             numbers = numbers.join(over_seeds(table)[["mean", "sd"]].add_prefix("smooth_"))
         middle, spread = (over_seeds(table)[name] for name in ("mean", "sd"))
-        ax.plot(middle.index, middle, label=group.label, lw=1.4, **group.style)
-        ax.fill_between(
-            middle.index, middle - spread, middle + spread, alpha=0.18, lw=0, color=color
-        )
+        ax.plot(middle.index, shown(middle), label=group.label, lw=1.4, **group.style)
+        band = shown(middle - spread), shown(middle + spread)
+        ax.fill_between(middle.index, *band, alpha=0.18, lw=0, color=color)
         for run in group.runs:
             if run.status == "diverged":
                 end = table[run.config.seed].dropna()[-1:]
-                ax.plot(end.index, end, "x", ms=8, mew=2, color=color)
+                ax.plot(end.index, shown(end), "x", ms=8, mew=2, color=color)
+        if orders:
+            numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
         parts.append(numbers.reset_index(names="step").assign(curve=group.label))
-    ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+    if ax.get_xscale() == "linear":
+        ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     ax.legend(loc=legend, fontsize=8)
     table = pd.concat(parts)
     return table[["curve", *table.columns.drop("curve")]]

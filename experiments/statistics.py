@@ -5,6 +5,7 @@ Each takes the metrics of a run, a row per step, and the name of the metric.
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
@@ -37,6 +38,16 @@ def tail(metrics: pd.DataFrame, metric: str) -> pd.Series:
 
 def tail_mean(metrics: pd.DataFrame, metric: str) -> float:
     return float(tail(metrics, metric).mean())
+
+
+def tail_log10(metrics: pd.DataFrame, metric: str) -> float:
+    """Orders of magnitude at the end of a curve, its mean over the last tenth."""
+    return float(np.log10(tail(metrics, metric)).mean())
+
+
+def tail_log10_sd(metrics: pd.DataFrame, metric: str) -> float:
+    """How much a curve still moves at its end, in orders of magnitude."""
+    return float(np.log10(tail(metrics, metric)).std(ddof=0))
 
 
 def tail_sd(metrics: pd.DataFrame, metric: str) -> float:
