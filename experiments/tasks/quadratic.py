@@ -1,0 +1,220 @@
+"""The ill-conditioned two-layer linear problem (Appendix L), after Rahimi and Recht's talk.
+
+The network x ↦ W1 W2 x is to do what a badly conditioned matrix A does. In double precision: a
+singular value below 1e-16 of the largest is lost in the rounding of the matrix that has both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import ParamsT
+
+from experiments.data.batches import Batches, generator
+from experiments.task import Stretch, Task
+
+Spacing = Literal["linear", "geometric"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The mean of ‖W1 W2 x − A x‖² over x: tr(E C Eᵀ), where E = W1 W2 − A and C is that of x xᵀ.
+
+    For x ~ N(0, I) C is I, and the loss ‖W1 W2 − A‖²_F. For samples C says all that the loss needs to
+    know of them, so that a step costs the same however many they are.
+    """
+
+    w1: Parameter
+    w2: Parameter
+    target: Tensor
+    moment: Tensor
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The closure of torch's optimizers: set the gradients, return the loss.
+
+        In closed form, since autograd takes four times as long for matrices of this size.
+        """
+        error = self.error()
+        slope = torch.mm(error, self.moment).mul_(2)
+        self.w1.grad = torch.mm(slope, self.w2.t())
+        self.w2.grad = torch.mm(self.w1.t(), slope)
+        return torch.linalg.vecdot(error.flatten(), slope.flatten()) / 2
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        error = self.error()
+        return float((error @ self.moment * error).sum())
+
+    def error(self) -> Tensor:
+        return torch.addmm(self.target, self.w1, self.w2, beta=-1)
+
+    @torch.no_grad()
+    def residuals(self) -> Tensor:
+        """r with r·r = loss: E R row by row, where R Rᵀ = C."""
+        return (self.error() @ self.root()).flatten()
+
+    @torch.no_grad()
+    def jacobian(self) -> Tensor:
+        """∂r/∂(W1, W2), the parameters row by row too."""
+        root, unit = self.root(), torch.eye(len(self.target)).to(self.target)
+        by_w1 = torch.kron(unit, (self.w2 @ root).T.contiguous())
+        return torch.hstack([by_w1, torch.kron(self.w1, root.T.contiguous())])
+
+    def root(self) -> Tensor:
+        return torch.linalg.cholesky(self.moment)
+
+
+class LevenbergMarquardt(torch.optim.Optimizer):
+    """Least squares: θ ← θ + lr δ, where δ minimises ‖r + J δ‖² + λ ‖δ‖².
+
+    λ (`damping`) is divided by `factor` after a step that lowers the loss; any other step is taken
+    back, and λ multiplied.
+
+    An optimizer like the others, called by torch's own `step(closure)`; it asks the closure for
+    residuals and Jacobian where they ask for gradients, so neither loop nor step knows of it.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1.0, damping: float = 1e-3, factor: float = 10.0
+    ) -> None:
+        if not (damping > 0 and factor > 1):
+            raise ValueError(f"damping is {damping}, factor {factor}; they must be above 0 and 1")
+        super().__init__(params, dict(lr=lr, damping=damping, factor=factor))
+
+    @torch.no_grad()
+    def step(self, closure: Objective) -> Tensor:  # type: ignore[override]
+        """Try one step; return the loss before it."""
+        (group,) = self.param_groups
+        before, residuals = [p.clone() for p in group["params"]], closure.residuals()
+        delta = damped_solution(closure.jacobian(), residuals, group["damping"])
+        parts = delta.split([p.numel() for p in before])
+        for p, part in zip(group["params"], parts, strict=True):
+            p.add_(part.view_as(p), alpha=group["lr"])
+        loss = residuals.square().sum()
+        if closure.residuals().square().sum() < loss:
+            group["damping"] /= group["factor"]
+        else:
+            group["damping"] *= group["factor"]
+            for p, value in zip(group["params"], before, strict=True):
+                p.copy_(value)
+        return loss
+
+
+def damped_solution(jacobian: Tensor, residuals: Tensor, damping: float) -> Tensor:
+    """δ = −(JᵀJ + λI)⁻¹ Jᵀr by a QR of J itself: JᵀJ would lose half the digits."""
+    count = jacobian.shape[1]
+    below = math.sqrt(damping) * torch.eye(count).to(jacobian)
+    right = torch.cat([-residuals, torch.zeros(count).to(residuals)])
+    return torch.linalg.lstsq(torch.vstack([jacobian, below]), right.unsqueeze(1)).solution[:, 0]
+
+
+class TwoLayerLinear(Task):
+    """Fit W1 W2 to A, by the expected loss or by that of samples, all at once or in batches.
+
+    A seed decides A, samples and start, so that no claim hangs on one matrix: the paper gives none.
+    """
+
+    def __init__(
+        self,
+        inputs: PositiveInt,
+        hidden: PositiveInt,
+        outputs: PositiveInt,
+        condition: Annotated[float, Field(ge=1)],
+        spacing: Spacing,
+        sampled: PositiveInt | None,
+        batch: PositiveInt | None,
+        weight_std: NonNegativeFloat,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        if batch is not None and sampled is None:
+            raise ValueError(f"batch is {batch}, but there are no samples: give their number too")
+        noise, start = generator(seed, "noise"), generator(seed, "initialisation")
+        self.target = ill_conditioned(outputs, inputs, condition, spacing, noise).to(device)
+        self.w1 = Parameter((weight_std * normal(start, outputs, hidden)).to(device))
+        self.w2 = Parameter((weight_std * normal(start, hidden, inputs)).to(device))
+        self.expected = self.objective(torch.eye(inputs, dtype=torch.float64, device=device))
+        self.whole, self.batches = self.expected, None
+        if sampled is not None:
+            self.samples = normal(noise, sampled, inputs).to(device)
+            self.whole = self.objective(second_moment(self.samples))
+        if sampled is not None and batch is not None:
+            self.batches = Batches(sampled, batch, generator(seed, "order"), device)
+
+    def objective(self, moment: Tensor) -> Objective:
+        return Objective(self.w1, self.w2, self.target, moment)
+
+    def players(self) -> dict[str, list[Parameter]]:
+        return {"net": [self.w1, self.w2]}
+
+    def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        if self.batches is not None and isinstance(optimizers["net"], LevenbergMarquardt):
+            raise ValueError("its damping compares losses of one problem: use task.batch=null")
+
+    def steps(self) -> Iterator[Stretch]:
+        if self.batches is None:
+            yield from repeat(Stretch("net", partial(move, self.whole)))
+            return
+        for rows in self.batches:
+            part = self.objective(second_moment(self.samples.index_select(0, rows)))
+            yield Stretch("net", partial(move, part))
+
+    def evaluate(self) -> dict[str, float]:
+        """Over all samples, if there are any, and over all that there could be."""
+        return {"loss": self.whole.loss(), "expected_loss": self.expected.loss()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.batches is None else {"batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.batches is None:
+            super().load_state_dict(state)
+        else:
+            self.batches.load_state_dict(state["batches"])
+
+
+def move(objective: Objective, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(objective)  # type: ignore[arg-type]  # a loss is a tensor
+
+
+def second_moment(samples: Tensor) -> Tensor:
+    return samples.T @ samples / len(samples)
+
+
+def normal(source: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=source, dtype=torch.float64)
+
+
+def ill_conditioned(
+    rows: int, columns: int, condition: float, spacing: Spacing, source: torch.Generator
+) -> Tensor:
+    """A random matrix whose singular values go from 1 to 1/condition.
+
+    The talk multiplies the rows of a random matrix by linspace(1, 1/condition) instead: for x ∈ R⁶
+    and y ∈ R¹⁰ that has a condition of about 20, whatever was asked for.
+    """
+    s = singular_values(min(rows, columns), condition, spacing)
+    left, right = orthogonal(rows, source), orthogonal(columns, source)
+    return left[:, : len(s)] * s @ right[:, : len(s)].T
+
+
+def singular_values(count: int, condition: float, spacing: Spacing) -> Tensor:
+    if spacing == "linear":
+        return torch.linspace(1, 1 / condition, count, dtype=torch.float64)
+    return torch.linspace(0, -math.log(condition), count, dtype=torch.float64).exp()
+
+
+def orthogonal(size: int, source: torch.Generator) -> Tensor:
+    """Uniform among all orthogonal matrices: by the signs QR is made unique."""
+    q, r = torch.linalg.qr(normal(source, size, size))
+    return q * r.diagonal().sign()
