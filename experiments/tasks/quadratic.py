@@ -29,8 +29,8 @@ Spacing = Literal["linear", "geometric"]
 class Objective:
     """The mean of ‖W1 W2 x − A x‖² over x: tr(E C Eᵀ), where E = W1 W2 − A and C is that of x xᵀ.
 
-    For x ~ N(0, I) C is I, and the loss ‖W1 W2 − A‖²_F. For samples C says all that the loss needs to
-    know of them, so that a step costs the same however many they are.
+    For x ~ N(0, I) C is I, and the loss ‖W1 W2 − A‖²_F. Of samples the loss needs to know C alone,
+    so that a step costs the same however many they are.
     """
 
     w1: Parameter

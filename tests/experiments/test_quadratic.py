@@ -2,7 +2,7 @@
 
 import io
 import math
-from functools import partial
+from functools import cache, partial
 from itertools import islice, pairwise
 
 import matplotlib.pyplot as plt
@@ -32,6 +32,7 @@ INPUTS = [[], ["task.sampled=1000"], ["task.sampled=50", "task.batch=3"]]
 NAMES = ["expected", "sampled", "batches"]
 
 
+@cache
 def config_of(*overrides, experiment="ill_conditioned", optimizer="adam"):
     words = [f"experiment={experiment}", f"optimizer={optimizer}", "scale=smoke", "tracking=off"]
     return compose([*words, *overrides])
