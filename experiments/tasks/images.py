@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from experiments.data.images import Augment, ImageSet, Standardise
 from experiments.task import Step, Task
 
 AT_ONCE = 500  # test images; more at once are no faster
+Net = TypeVar("Net", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ImageClassifier(Task):
             buffer.copy_(state["buffers"][name])
 
 
-def initialised(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+def initialised(make: Callable[[], Net], seed: int) -> Net:
     """A network with the initialisation of a seed; torch's own generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "initialisation").initial_seed())

@@ -1,5 +1,6 @@
 """The training benchmark on small chunks: that it measures what it says, not how fast it is."""
 
+from functools import partial
 from itertools import islice
 
 import pandas as pd
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments import bench_training
+from experiments import bench_training, execute
 from experiments.bench_training import (
     BARE,
     CPU,
@@ -35,7 +36,7 @@ def results(tmp_path_factory):
     """The tables, where a run has 1 thread on MNIST and would have 3 if it were given all."""
     folder, before = tmp_path_factory.mktemp("results"), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_training, "ALL_THREADS", 3)
+        patch.setattr(execute, "ALL_THREADS", 3)
         bench_training.main(["--quick", "--results", str(folder)])
     torch.set_num_threads(before)
     return folder / "tables"
@@ -119,7 +120,7 @@ def test_the_pipeline_makes_what_the_task_trains_on():
         assert torch.equal(ours, images) and F.cross_entropy(fixed, labels) == loss
 
 
-@pytest.mark.parametrize("make", [drawn, loader_of])
+@pytest.mark.parametrize("make", [drawn, partial(loader_of, workers=0)], ids=["drawn", "loader"])
 def test_both_inputs_are_flipped_crops_of_the_same_images(make):
     task = image_task("data.limit=1", "trainer.batch=1")
     framed = F.pad(task.data.train.pixels[0] / 255, (4, 4, 4, 4))
@@ -137,8 +138,8 @@ def test_both_inputs_are_flipped_crops_of_the_same_images(make):
 
 
 def test_an_input_delivers_an_epoch_a_chunk():
-    batches = loader_of(image_task())
-    assert batches.num_workers == 2 and batches.batch_size == 20 and len(batches) == 5
+    batches = loader_of(image_task(), workers=0)
+    assert batches.num_workers == 0 and batches.batch_size == 20 and len(batches) == 5
     Supply(batches, 5).step()
     assert [images.shape for images, _ in batches] == 5 * [(20, 3, 32, 32)]
 

@@ -57,9 +57,9 @@ def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness()
 
 def test_a_figure_that_is_not_built_says_what_is_missing():
     with pytest.raises(
-        ConfigError, match=r"figure 4 is not built yet: conf/figure/04.yaml is missing"
+        ConfigError, match=r"figure 7 is not built yet: conf/figure/07.yaml is missing"
     ):
-        load_spec("figure", "04")
+        load_spec("figure", "07")
 
 
 def test_a_slip_in_a_spec_is_named(tmp_path, monkeypatch):
