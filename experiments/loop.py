@@ -42,12 +42,14 @@ def train(
             bar.update(step.size)
             if done // log_every == (done - step.size) // log_every and done < steps:
                 continue
-            metrics = task.evaluate() | {name: mean(parts) for name, parts in losses.items()}
+            evaluate = task.evaluate if done < steps else task.evaluate_at_end
+            metrics = evaluate() | {name: mean(parts) for name, parts in losses.items()}
             losses.clear()
             record.log(done, metrics)
             if not all(map(math.isfinite, metrics.values())):
                 return "diverged"
             if done >= steps:
+                record.keep(task.files())
                 return "finished"
     if task.ends:
         return "finished"

@@ -48,6 +48,7 @@ class Record:
     ) -> None:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
         self.status = "interrupted"
+        self.files: dict[str, bytes] = {}
 
     def __enter__(self) -> Self:
         self.started = time.time()
@@ -68,6 +69,10 @@ class Record:
         self.rows.writerows((step, name, repr(float(value))) for name, value in metrics.items())
         self.mirror.log(step, metrics)
 
+    def keep(self, files: Mapping[str, bytes]) -> None:
+        """Files of these names beside the metrics, written when they are."""
+        self.files |= files
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -79,6 +84,9 @@ class Record:
             self.status = "failed"
         if self.status in FINAL or not is_final(self.folder):
             self.draft.replace(self.folder / METRICS)
+            for name, content in self.files.items():
+                write_bytes(self.folder / name, content)
+                self.mirror.keep(self.folder / name)
             self.write_info(self.status, error=repr(error) if error else None)
         else:
             self.draft.unlink()
@@ -125,10 +133,14 @@ def hash_metrics(folder: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
+    draft.write_bytes(content)
     draft.replace(path)
 
 
@@ -218,6 +230,13 @@ class Mirror:
             self.run.define_metric(name, step_metric="step")
             self.known.add(name)
         self.run.log({"step": step, **metrics})
+
+    def keep(self, path: Path) -> None:
+        """A picture can be looked at on W&B's page of the run, any other file be loaded there."""
+        if path.suffix == ".png":
+            self.log_image(path.stem, path)
+        elif self.run is not None:
+            self.run.save(str(path), base_path=str(path.parent), policy="now")
 
     def log_image(self, name: str, path: Path) -> None:
         if self.run is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 
 @dataclass
@@ -17,6 +18,7 @@ class Step:
 
     player: str
     loss: Callable[[], Tensor]
+    clip: float | None = field(default=None, kw_only=True)  # of the norm of all gradients together
     size: ClassVar[int] = 1  # steps on the x axis
 
     def take(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -24,6 +26,9 @@ class Step:
         optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
+        if self.clip is not None:
+            groups = optimizer.param_groups
+            clip_grad_norm_([p for group in groups for p in group["params"]], self.clip)
         optimizer.step()
         return loss.detach()
 
@@ -64,6 +69,14 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Metric → value, at the end of a stretch of `log_every` steps."""
+
+    def evaluate_at_end(self) -> dict[str, float]:
+        """The same after the last step, when more time may be taken."""
+        return self.evaluate()
+
+    def files(self) -> dict[str, bytes]:
+        """Name → content of what is kept beside the metrics, asked for after the last step."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept beside the parameters to go on: data order, random generators."""

@@ -141,7 +141,6 @@ def test_status_names_the_commands_of_missing_runs(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["figure", "7"], "figure 7 is not built yet"),
         (["figure", "99"], "figures 1 to 24"),
         (["figure", "one"], "figures 1 to 24"),
         (["figure"], "which figure"),

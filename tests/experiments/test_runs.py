@@ -55,7 +55,8 @@ def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness()
     assert {r.config.scale for rs in groups.values() for r in rs} == {"smoke"}
 
 
-def test_a_figure_that_is_not_built_says_what_is_missing():
+def test_a_figure_that_is_not_built_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.runs.CONF", tmp_path)
     with pytest.raises(
         ConfigError, match=r"figure 7 is not built yet: conf/figure/07.yaml is missing"
     ):

@@ -1,0 +1,204 @@
+"""Text as numbers: files with a sentence a line, vocabularies, and batches of like length."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.batches import Batches
+from experiments.data.files import DataError
+
+MARKS = ("<unk>", "<s>", "</s>")
+UNKNOWN, START, END = range(3)
+
+Line = tuple[str, str]  # a sentence and its translation
+
+
+def words_of(line: str) -> list[str]:
+    """What spaces part, and nothing else: an unbreakable space is a part of a word."""
+    return [word for word in line.split(" ") if word]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file in UTF-8, plain or packed by gzip."""
+    content = read_bytes(path)
+    try:
+        text = content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8: "
+            "save the file in that encoding"
+        ) from error
+    if not text.strip():
+        raise DataError(f"{path} is empty: it must have a sentence a line")
+    # splitlines() would also part a line at characters that stand inside of sentences.
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise DataError(f"{path} is missing: put it there, or name another folder") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is cut short or not packed by gzip: replace it") from error
+
+
+def read_pairs(source: Path, target: Path) -> list[Line]:
+    """The lines of two files that are translations of each other."""
+    ours, theirs = read_lines(source), read_lines(target)
+    if len(ours) != len(theirs):
+        longer = source if len(ours) > len(theirs) else target
+        raise DataError(
+            f"{source} has {len(ours):,} lines and {target} has {len(theirs):,}: "
+            f"{longer}, line {min(len(ours), len(theirs)) + 1} has no translation: "
+            "line k of one must be that of the other"
+        )
+    return list(zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The words that have a number; all others are <unk>."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of_file(cls, path: Path) -> Vocabulary:
+        """A word a line, as in the files of the tutorial: <unk>, <s> and </s> come first."""
+        words = read_lines(path)
+        for line, mark in enumerate(MARKS, 1):
+            if words[line - 1 : line] != [mark]:
+                found = repr(words[line - 1]) if line <= len(words) else "nothing"
+                raise DataError(
+                    f"{path}, line {line} is {found}; a vocabulary begins with the lines "
+                    f"{' '.join(MARKS)}: add them"
+                )
+        first = dict[str, int]()
+        for line, word in enumerate(words, 1):
+            if first.setdefault(word, line) != line:
+                raise DataError(
+                    f"{path}, line {line}: {word!r} is in line {first[word]} already: remove it"
+                )
+        return cls(tuple(words))
+
+    @classmethod
+    def of_text(cls, lines: Iterable[str], size: int | None = None) -> Vocabulary:
+        """The most frequent words of a text, `size` with the three marks; None: all of them."""
+        counts = Counter(word for line in lines for word in words_of(line))
+        by_count = sorted(counts.keys() - set(MARKS), key=lambda word: (-counts[word], word))
+        return cls((*MARKS, *by_count)[:size])
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, line: str, longest: int | None = None) -> list[int]:
+        """The numbers of the first `longest` words.
+
+        >>> Vocabulary.of_text(["a man", "a dog"]).encode("a cat")
+        [3, 0]
+        """
+        return [self.numbers.get(word, UNKNOWN) for word in words_of(line)[:longest]]
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The sentence up to its end."""
+        words = list[str]()
+        for number in numbers:
+            if number == END:
+                break
+            words.append(self.words[number])
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Sentences:
+    tokens: Tensor  # count × longest, int64, on the device, filled up with END
+    lengths: Tensor  # count, int64, on the CPU: that is where sequences are packed
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]], device: torch.device) -> Sentences:
+        lengths = [len(sentence) for sentence in sentences]
+        tokens = np.full((len(lengths), max([1, *lengths])), END)
+        for row, sentence in zip(tokens, sentences, strict=True):
+            row[: len(sentence)] = sentence
+        return cls(torch.from_numpy(tokens).to(device), torch.tensor(lengths))
+
+    def __getitem__(self, rows: Tensor) -> Sentences:
+        """These rows, no longer than the longest of them."""
+        lengths = self.lengths[rows]
+        longest = max(1, int(lengths.max()))
+        return Sentences(self.tokens[rows.to(self.tokens.device), :longest], lengths)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentences with their translations, which stand between START and END."""
+
+    source: Sentences
+    target: Sentences
+    references: list[str]  # the translations as they are written
+
+    @classmethod
+    def of(
+        cls,
+        lines: Sequence[Line],
+        source: Vocabulary,
+        target: Vocabulary,
+        device: torch.device,
+        longest: int | None = None,
+    ) -> Pairs:
+        """All pairs of lines; words after the first `longest` are left out."""
+        ours = [source.encode(line, longest) for line, _ in lines]
+        theirs = [[START, *target.encode(line, longest), END] for _, line in lines]
+        references = [line for _, line in lines]
+        return cls(Sentences.of(ours, device), Sentences.of(theirs, device), references)
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    @property
+    def whole(self) -> Tensor:
+        """The rows in which neither line is empty."""
+        return ((self.source.lengths > 0) & (self.target.lengths > 2)).nonzero().flatten()
+
+
+class Buckets(Batches):
+    """Row numbers of batches, without end; the sentences of a batch are of like length.
+
+    Every epoch is a new permutation that has each row once: the last batch of a bucket is smaller.
+    """
+
+    def __init__(
+        self, lengths: Tensor, buckets: int, width: int, size: int, source: torch.Generator
+    ) -> None:
+        """`lengths` of the longer side of each pair: 0 … width − 1 is the first bucket."""
+        self.bucket = (lengths // width).clamp(max=buckets - 1)
+        super().__init__(len(lengths), min(size, len(lengths)), source, torch.device("cpu"))
+
+    @property
+    def per_epoch(self) -> int:
+        counts = self.bucket.bincount()
+        return int((-(-counts // self.size)).sum())
+
+    def start_epoch(self) -> None:
+        self.before = self.source.get_state()
+        order = torch.randperm(self.count, generator=self.source)
+        members = [order[self.bucket[order] == b] for b in self.bucket.unique()]
+        batches = [batch for rows in members for batch in rows.split(self.size)]
+        turn = torch.randperm(len(batches), generator=self.source)
+        self.epoch = tuple(batches[i] for i in turn)
+        self.position = 0

@@ -1,0 +1,219 @@
+"""Sentences and their translations: IWSLT'15, Multi30k, files of one's own, and computed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+
+from experiments.data.files import DataError, Download, FileSet, fetch, search
+from experiments.data.text import Line, Pairs, Vocabulary, read_pairs, words_of
+
+LONGEST = 50  # words; the limit of the tutorial
+INVENTED = 20  # words of a computed language
+
+Words = Annotated[int, Field(ge=4)]  # of a vocabulary: three marks and at least one more
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: Pairs
+    dev: Pairs
+    test: Pairs
+    source: Vocabulary
+    target: Vocabulary
+
+
+# The checksums of tst2012 and tst2013 are those of the files at hand; PaddleNLP has the same for
+# them, and the others are taken from there.
+IWSLT15 = FileSet(
+    name="IWSLT'15",
+    folder="iwslt15",
+    checksums={
+        "train.vi": "md5:858e884484885af5775068140ae85dab",
+        "train.en": "md5:5b6300f46160ab5a7a995546d2eeb9e6",
+        "tst2012.vi": "md5:dddf990faa149e980b11a36fca4a8898",
+        "tst2012.en": "md5:c14a0955ed8b8d6929fdabf4606e3875",
+        "tst2013.vi": "md5:a3185b00264620297901b647a4cacf38",
+        "tst2013.en": "md5:c41c43cb6d3b122c093ee89608ba62bd",
+        "vocab.vi": "md5:e8b05f8c26008a798073c619236712b4",
+        "vocab.en": "md5:98b5011e1f579936277a273fd7f4e9b4",
+    },
+    sources=lambda: [Download("https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi/")],
+    cure="a network that reaches nlp.stanford.edu",
+)
+
+# One commit: a later one changes the training sentences.
+MULTI30K = FileSet(
+    name="Multi30k",
+    folder="multi30k",
+    checksums={
+        "train.lc.norm.tok.de": "md5:4380018035b602bd0d0c4f369918dfde",
+        "train.lc.norm.tok.en": "md5:11ac4eac7988e6bd46cabe9755b71d26",
+        "val.lc.norm.tok.de": "md5:579f1cd1c81ae3917e4485613e0a62f7",
+        "val.lc.norm.tok.en": "md5:02902c626a88ec3c0a56cca3c5bb77fe",
+        "test_2016_flickr.lc.norm.tok.de": "md5:3054f8453b394c41d17df5c15849b5c8",
+        "test_2016_flickr.lc.norm.tok.en": "md5:09aa5360d1e0ae3e03742297eb720d7d",
+    },
+    sources=lambda: [
+        Download(
+            "https://raw.githubusercontent.com/multi30k/dataset/"
+            "7bee46bc74186b4b6254603143610f730d40bf66/data/task1/tok/"
+        )
+    ],
+    cure="a network that reaches raw.githubusercontent.com",
+)
+
+# The same text, packed.
+MULTI30K_PACKED = FileSet(
+    name="Multi30k",
+    folder="multi30k",
+    checksums={
+        "train.de.gz": "md5:db95bed9956107ab1df8a049ffff3fca",
+        "train.en.gz": "md5:bc6c74896cdf1570e00767b0e51e0aa3",
+        "val.de.gz": "md5:2f2a52681a11202fa1b56ba8da90be55",
+        "val.en.gz": "md5:69e01ffbbdc15a76874b6e7c92440520",
+        "test_2016_flickr.de.gz": "md5:17286836f8c77e7b18bb2bedd8d24809",
+        "test_2016_flickr.en.gz": "md5:110b470e908017b19655b12b967de941",
+    },
+    sources=list,
+)
+
+
+@lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
+def iwslt15(
+    device: torch.device,
+    words: Words | None = None,
+    longest: PositiveInt = LONGEST,
+    limit: PositiveInt | None = None,
+    test_limit: PositiveInt | None = None,
+) -> Corpus:
+    """Talks from Vietnamese into English: 133,317 pairs, tst2012 to develop and tst2013 to test.
+
+    `words` of each language have a number, the most frequent; None: those of the official lists.
+    """
+    paths = in_order(IWSLT15, fetch(IWSLT15))
+    vocabularies = paths[6:] if words is None else None
+    return read_corpus(paths[:6], vocabularies, device, words, longest, limit, test_limit)
+
+
+@lru_cache(maxsize=1)
+def multi30k(
+    device: torch.device,
+    words: Words | None = None,
+    longest: PositiveInt = LONGEST,
+    limit: PositiveInt | None = None,
+    test_limit: PositiveInt | None = None,
+) -> Corpus:
+    """Captions of pictures from German into English: 29,000 pairs, 1,014 and 1,000 to judge by."""
+    packed = search(MULTI30K_PACKED)
+    if len(packed) == len(MULTI30K_PACKED.checksums):
+        paths = in_order(MULTI30K_PACKED, packed)
+    else:
+        paths = in_order(MULTI30K, fetch(MULTI30K))
+    return read_corpus(paths, None, device, words, longest, limit, test_limit)
+
+
+def load(
+    device: torch.device,
+    path: str,
+    source: str,
+    target: str,
+    words: Words | None = None,
+    longest: PositiveInt = LONGEST,
+    limit: PositiveInt | None = None,
+    test_limit: PositiveInt | None = None,
+) -> Corpus:
+    """Files of one's own in a folder: train.de, train.en, dev.de, dev.en, test.de and test.en.
+
+    Where `words` is None and the folder has vocab.de and vocab.en, they decide what has a number.
+    """
+    folder = Path(path).expanduser()
+    paths = [folder / f"{part}.{language}" for part in ("train", "dev", "test")
+             for language in (source, target)]  # fmt: skip
+    lists = [folder / f"vocab.{language}" for language in (source, target)]
+    given = words is None and any(file.exists() for file in lists)
+    return read_corpus(paths, lists if given else None, device, words, longest, limit, test_limit)
+
+
+def in_order(files: FileSet, found: Mapping[str, Path]) -> list[Path]:
+    return [found[name] for name in files.checksums]
+
+
+def read_corpus(
+    paths: Sequence[Path],
+    vocabularies: Sequence[Path] | None,
+    device: torch.device,
+    words: int | None,
+    longest: int,
+    limit: int | None,
+    test_limit: int | None,
+) -> Corpus:
+    """From files in this order: train, dev and test, each with its translation."""
+    train = whole(read_pairs(*paths[:2]))[:limit]
+    dev, test = (read_pairs(*paths[at : at + 2])[:test_limit] for at in (2, 4))
+    for at, part in ((0, train), (2, dev), (4, test)):
+        if not whole(part):
+            raise DataError(
+                f"{paths[at]} and {paths[at + 1]} have no line that is empty in neither: add one"
+            )
+    if vocabularies is None:
+        lists = [Vocabulary.of_text(side, words) for side in zip(*train, strict=True)]
+    else:
+        lists = [Vocabulary.of_file(path) for path in vocabularies]
+    return corpus_of(train, dev, test, lists, device, longest)
+
+
+def whole(lines: Sequence[Line]) -> list[Line]:
+    """Without the pairs in which a line is empty."""
+    return [line for line in lines if all(map(words_of, line))]
+
+
+def corpus_of(
+    train: Sequence[Line],
+    dev: Sequence[Line],
+    test: Sequence[Line],
+    vocabularies: Sequence[Vocabulary],
+    device: torch.device,
+    longest: int,
+) -> Corpus:
+    """What is translated to be judged is not cut off, as in the tutorial."""
+    source, target = vocabularies
+    return Corpus(
+        train=Pairs.of(train, source, target, device, longest),
+        dev=Pairs.of(dev, source, target, device),
+        test=Pairs.of(test, source, target, device),
+        source=source,
+        target=target,
+    )
+
+
+def generate(
+    device: torch.device,
+    words: Words | None = None,
+    longest: PositiveInt = LONGEST,
+    limit: PositiveInt | None = None,
+    test_limit: PositiveInt | None = None,
+) -> Corpus:
+    """Random sentences of two invented languages, of which one says all in reverse order.
+
+    For runs that must not need a download. Like a data set, it does not depend on a run's seed.
+    """
+    rng = np.random.default_rng(0)
+
+    def draw(count: int) -> list[Line]:
+        sentences = [rng.integers(INVENTED, size=rng.integers(2, 6)) for _ in range(count)]
+        return [
+            (" ".join(f"a{word}" for word in s), " ".join(f"b{word}" for word in s[::-1]))
+            for s in sentences
+        ]
+
+    train, dev, test = draw(limit or 400), draw(test_limit or 50), draw(test_limit or 50)
+    lists = [Vocabulary.of_text(side, words) for side in zip(*train, strict=True)]
+    return corpus_of(train, dev, test, lists, device, longest)

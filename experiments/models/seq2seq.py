@@ -1,0 +1,165 @@
+"""The translator of Section 5.5: LSTMs with attention, as in the tutorial that the paper cites."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+
+class Memory(NamedTuple):
+    """What the decoder looks at, prepared once a sentence."""
+
+    keys: Tensor  # sentences × units × length
+    values: Tensor  # sentences × length × units: as they enter the attention layer
+    mask: Tensor  # sentences × 1 × length: −∞ behind the end, else 0
+
+
+class State(NamedTuple):
+    """What the decoder knows after a word, sentences × beams × units; beams share their memory."""
+
+    bottom: tuple[Tensor, Tensor]  # hidden and cell
+    top: tuple[Tensor, Tensor]
+    attention: Tensor  # fed in with the next word
+    memory: Memory
+
+    def select(self, sentences: Tensor, beams: Tensor) -> State:
+        """These sentences, and of each of them these beams (sentences × beams)."""
+        rows = sentences[:, None]
+        bottom, top = ((h[rows, beams], c[rows, beams]) for h, c in (self.bottom, self.top))
+        memory = Memory(*(x[sentences] for x in self.memory))
+        return State(bottom, top, self.attention[rows, beams], memory)
+
+
+class Cell(nn.Module):
+    """An LSTM whose gates share one matrix and one bias, as in TF: each a block of AdaShift's."""
+
+    def __init__(self, inputs: int, units: int) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.kernel = nn.Parameter(torch.empty(4 * units, inputs + units))
+        self.bias = nn.Parameter(torch.zeros(4 * units))
+        with torch.no_grad():
+            self.bias[units : 2 * units] = 1  # TF adds it to the forget gate in every step
+
+    def parts(self) -> list[Tensor]:
+        """In the form that torch has for whole sequences, where the bias is a sum of two."""
+        before, behind = self.kernel[:, : self.inputs], self.kernel[:, self.inputs :]
+        return [before, behind, self.bias, torch.zeros_like(self.bias)]
+
+
+def act(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden and cell from the sums that enter the gates."""
+    i, f, g, o = gates.chunk(4, -1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+class Translator(nn.Module):
+    """A bidirectional layer reads, two layers write; scaled Luong attention, fed in with a word.
+
+    The states of both directions start the two layers that write. Dropout is on what enters an
+    LSTM. With `tanh`, attention is tanh(W[h; c]), as in the tutorial's equations; without, W[h; c],
+    as in the code of TF that it calls.
+    """
+
+    def __init__(
+        self,
+        source_words: PositiveInt,
+        target_words: PositiveInt,
+        units: PositiveInt,
+        dropout: Annotated[float, Field(ge=0, lt=1)],
+        init: PositiveFloat,
+        tanh: bool,
+    ) -> None:
+        super().__init__()
+        self.units, self.tanh = units, tanh
+        self.dropout = nn.Dropout(dropout)
+        self.source = nn.Embedding(source_words, units)
+        self.target = nn.Embedding(target_words, units)
+        self.forwards, self.backwards = Cell(units, units), Cell(units, units)
+        self.bottom, self.top = Cell(2 * units, units), Cell(units, units)
+        self.keys = nn.Linear(2 * units, units, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.attention = nn.Linear(3 * units, units, bias=False)
+        self.output = nn.Linear(units, target_words, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.uniform_(parameter, -init, init)
+
+    def forward(self, source: Tensor, lengths: Tensor, words: Tensor) -> Tensor:
+        """The attention vectors (time × sentences × units) from which the next words are told.
+
+        All words of the translations are given (sentences × time, teacher forcing).
+        """
+        state = self.encode(source, lengths)
+        recurrent, vectors = self.recurrent(), list[Tensor]()
+        for inputs in self.enter(words.t()).unsqueeze(2):
+            state = self.step(inputs, state, recurrent)
+            vectors.append(state.attention)
+        return torch.stack(vectors).squeeze(2)
+
+    def advance(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        """Log-probabilities of the next words, and the state, after one word of each beam."""
+        state = self.step(self.enter(words), state, self.recurrent())
+        return self.output(state.attention).log_softmax(-1), state
+
+    def encode(self, source: Tensor, lengths: Tensor) -> State:
+        """Read sentences (sentences × length) of which `lengths` words count, at least one."""
+        words = self.dropout(self.source(source.t()))
+        packed = pack_padded_sequence(words, lengths, enforce_sorted=False)
+        count = len(lengths)
+        zeros = words.new_zeros(2, count, self.units)
+        outputs, hidden, cell = torch.lstm(
+            packed.data,
+            packed.batch_sizes,
+            (zeros, zeros),
+            [*self.forwards.parts(), *self.backwards.parts()],
+            True,  # biases
+            1,  # layer
+            0.0,  # dropout between layers
+            self.training,
+            True,  # bidirectional
+        )
+        read, _ = pad_packed_sequence(PackedSequence(outputs, *packed[1:]), batch_first=True)
+        hidden, cell = (x[:, packed.unsorted_indices, None] for x in (hidden, cell))
+        return State(
+            bottom=(hidden[0], cell[0]),
+            top=(hidden[1], cell[1]),
+            attention=words.new_zeros(count, 1, self.units),
+            memory=self.remember(read, lengths.to(source.device)),
+        )
+
+    def remember(self, read: Tensor, lengths: Tensor) -> Memory:
+        places = torch.arange(read.shape[1], device=read.device)
+        mask = torch.zeros(len(lengths), 1, len(places), device=read.device)
+        mask.masked_fill_(places >= lengths[:, None, None], -torch.inf)
+        # W[h; c] is W_h h + W_c c, and c is a mean: W_c comes before the mean, once a sentence.
+        values = F.linear(read, self.attention.weight[:, self.units :])
+        return Memory((self.scale * self.keys(read)).transpose(1, 2), values, mask)
+
+    def enter(self, words: Tensor) -> Tensor:
+        """What words add to the gates of the lower layer: all of them at once."""
+        cell = self.bottom
+        return F.linear(self.dropout(self.target(words)), cell.kernel[:, : self.units], cell.bias)
+
+    def recurrent(self) -> tuple[Tensor, Tensor]:
+        """Parts of matrices, cut out once for all steps: of the lower layer, of attention."""
+        return self.bottom.kernel[:, self.units :], self.attention.weight[:, : self.units]
+
+    def step(self, inputs: Tensor, state: State, recurrent: tuple[Tensor, Tensor]) -> State:
+        bottom, attention = recurrent
+        (hidden, cell), (upper, upper_cell) = state.bottom, state.top
+        fed = torch.cat([self.dropout(state.attention), hidden], -1)
+        hidden, cell = act(inputs + F.linear(fed, bottom), cell)
+        fed = torch.cat([self.dropout(hidden), upper], -1)
+        upper, upper_cell = act(F.linear(fed, self.top.kernel, self.top.bias), upper_cell)
+        keys, values, mask = state.memory
+        weights = torch.baddbmm(mask, upper, keys).softmax(-1)
+        vector = torch.baddbmm(F.linear(upper, attention), weights, values)
+        vector = vector.tanh() if self.tanh else vector
+        return State((hidden, cell), (upper, upper_cell), vector, state.memory)

@@ -1,0 +1,257 @@
+"""Critic and generator of images: WGAN-GP, in full or against a fixed generator (Section 5.5)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch import Tensor
+from torch.nn import Parameter
+
+from experiments.data.batches import Batches, generator
+from experiments.data.images import ImageSet
+from experiments.models.gan import Networks, Pair
+from experiments.task import Step, Task
+from experiments.tasks.images import initialised
+
+CENTRE, RANGE = 127.5, 128  # released code: images are (x − 127.5) / 128
+GRID = 8  # images in a row and in a column of samples
+
+
+class WassersteinGP:
+    """The paper's objective: mean D(G(z)) − mean D(x) + weight × mean (slope − 1)².
+
+    Slopes ‖∇D‖ are taken at points between images and generated ones (Gulrajani et al. 2017).
+    """
+
+    def __init__(self, weight: NonNegativeFloat) -> None:
+        self.weight = weight
+
+    def loss(self, real: Tensor, fake: Tensor) -> Tensor:
+        """What the critic is to minimise, from its scores."""
+        return fake.mean() - real.mean()
+
+    def points(self, fresh: Tensor) -> Tensor:
+        """Where slopes are taken, given points that were drawn for this step."""
+        return fresh
+
+    def penalty(self, slopes: Tensor) -> Tensor:
+        return self.weight * (slopes - 1).square().mean()
+
+    def remember(self, points: Tensor, slopes: Tensor) -> None:
+        """Learn from the last critic step of a round; this objective has no memory."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class MaxGP(WassersteinGP):
+    """The released code's objective: log-sigmoid and linear, weight × max slope².
+
+    Half of the points are stored ones: those with the largest slopes when the last round ended.
+    """
+
+    stored: Tensor | None = None
+
+    def loss(self, real: Tensor, fake: Tensor) -> Tensor:
+        return (F.softplus(-real) - real).mean() + (F.softplus(fake) + fake).mean()
+
+    def points(self, fresh: Tensor) -> Tensor:
+        first, second = fresh.tensor_split(2)
+        if self.stored is None:
+            self.stored = second
+        return torch.cat([first, self.stored])
+
+    def penalty(self, slopes: Tensor) -> Tensor:
+        return self.weight * slopes.square().max()
+
+    def remember(self, points: Tensor, slopes: Tensor) -> None:
+        steepest = slopes.detach().topk(len(slopes) // 2).indices
+        self.stored = points.index_select(0, steepest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stored": self.stored}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stored = state["stored"]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """In what portions and turns, and what makes it faster without changing what is computed."""
+
+    batch: PositiveInt
+    critic_steps: PositiveInt  # of a round
+    channels_last: bool = False  # memory layout of images and kernels
+
+
+class GAN(Task):
+    """Rounds of `critic_steps` critic steps and a generator step."""
+
+    def __init__(
+        self,
+        data: Callable[[torch.device], ImageSet],
+        model: Networks,
+        trainer: Trainer,
+        objective: WassersteinGP,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.data, self.device = data(device), device
+        self.trainer, self.objective = trainer, objective
+        self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
+        pixels, self.dimension = self.data.train.pixels, model.noise
+        pair = initialised(partial(model.pair, pixels.shape[-1]), seed)
+        pair.to(device).to(memory_format=self.layout)
+        assert isinstance(pair, Pair)
+        self.critic, self.generator = pair.critic, pair.generator
+        self.batches = Batches(len(pixels), trainer.batch, generator(seed, "order"), device)
+        self.noise = generator(seed, "noise")
+        self.test_noise = self.draw(len(self.data.test.pixels))
+        self.sample_noise = self.draw(GRID**2)
+        self.turn = 0  # steps of this round that were taken
+
+    def players(self) -> dict[str, list[Parameter]]:
+        return {
+            "critic": list(self.critic.parameters()),
+            "generator": list(self.generator.parameters()),
+        }
+
+    def steps(self) -> Iterator[Step]:
+        rows = iter(self.batches)
+        while True:
+            while self.turn < self.trainer.critic_steps:
+                self.turn += 1
+                yield Step("critic", partial(self.critic_loss, next(rows)))
+            self.turn = 0
+            yield from self.generator_step()
+
+    def generator_step(self) -> Iterator[Step]:
+        yield Step("generator", self.generator_loss)
+
+    def critic_loss(self, rows: Tensor) -> Tensor:
+        real = self.images(self.data.train.pixels.index_select(0, rows))
+        fake = self.generated(self.draw(len(real)))
+        scores = self.critic(torch.cat([real, fake]))
+        points = self.objective.points(self.between(real, fake))
+        slopes = self.slopes(points)
+        if self.turn == self.trainer.critic_steps:
+            self.objective.remember(points, slopes)
+        return self.objective.loss(*scores.chunk(2)) + self.objective.penalty(slopes)
+
+    def generator_loss(self) -> Tensor:
+        """−mean D(G(z)), whichever the critic's objective."""
+        self.critic.requires_grad_(False)  # its gradients would be computed and thrown away
+        score = self.critic(self.generator(self.draw(self.trainer.batch))).mean()
+        self.critic.requires_grad_(True)
+        return -score
+
+    def images(self, pixels: Tensor) -> Tensor:
+        values = pixels.to(memory_format=self.layout).float()
+        return values.sub_(CENTRE).div_(RANGE)
+
+    def draw(self, count: int) -> Tensor:
+        """Noise on the unit sphere, drawn on the CPU: a seed gives the same on every device."""
+        noise = torch.randn(count, self.dimension, generator=self.noise)
+        return F.normalize(noise).to(self.device)
+
+    @torch.no_grad()
+    def generated(self, noise: Tensor) -> Tensor:
+        return self.generator(noise)
+
+    def between(self, real: Tensor, fake: Tensor) -> Tensor:
+        """A point on the line from each image to a generated one."""
+        part = torch.rand(len(real), 1, 1, 1, generator=self.noise).to(self.device)
+        return torch.lerp(real, fake, part)
+
+    def slopes(self, points: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(self.critic.gradient(points), dim=(1, 2, 3))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """How far the critic tells test images from generated ones, and how steep it is halfway."""
+        real, fake = self.images(self.data.test.pixels), self.generated(self.test_noise)
+        distance = self.critic(real).mean() - self.critic(fake).mean()
+        slope = self.slopes((real + fake) / 2).mean()
+        return {"test_distance": float(distance), "test_slope": float(slope)}
+
+    def files(self) -> dict[str, bytes]:
+        picture = io.BytesIO()
+        Image.fromarray(self.samples().permute(1, 2, 0).cpu().numpy()).save(picture, "PNG")
+        return {"samples.png": picture.getvalue()}
+
+    def samples(self) -> Tensor:
+        """Generated images as one picture: 3 × height × width, uint8."""
+        images = self.generated(self.sample_noise).mul(RANGE).add(CENTRE).round().clamp(0, 255)
+        rows = images.to(torch.uint8).unflatten(0, (GRID, GRID))
+        return rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches.state_dict(),
+            "noise": self.noise.get_state(),
+            "objective": self.objective.state_dict(),
+            "turn": self.turn,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["batches"])
+        self.noise.set_state(state["noise"])
+        self.objective.load_state_dict(state["objective"])
+        self.turn = state["turn"]
+
+
+class FixedGenerator(GAN):
+    """The critic alone, against a generator that does not change and is the same for every seed.
+
+    It is the generator of a WGAN-GP training of `generator_seed`, after `generator_steps` of its
+    steps; with none it is random.
+    """
+
+    def __init__(
+        self,
+        data: Callable[[torch.device], ImageSet],
+        model: Networks,
+        trainer: Trainer,
+        objective: WassersteinGP,
+        generator_seed: NonNegativeInt,
+        generator_steps: NonNegativeInt,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(data, model, trainer, objective, seed, device)
+        before = GAN(data, model, trainer, WassersteinGP(weight=10), generator_seed, device)
+        practise(before, generator_steps)
+        self.generator = before.generator.requires_grad_(False)
+
+    def players(self) -> dict[str, list[Parameter]]:
+        return {"critic": list(self.critic.parameters())}
+
+    def generator_step(self) -> Iterator[Step]:
+        yield from ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"generator": self.generator.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.generator.load_state_dict(state["generator"])
+
+
+def practise(task: GAN, rounds: int) -> None:
+    """Train both networks without a record, with Adam as in Gulrajani et al. 2017, Algorithm 1."""
+    adam = partial(torch.optim.Adam, lr=1e-4, betas=(0.0, 0.9))
+    optimizers = {name: adam(parameters) for name, parameters in task.players().items()}
+    for step in islice(task.steps(), rounds * (task.trainer.critic_steps + 1)):
+        step.take(optimizers[step.player])

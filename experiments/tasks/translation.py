@@ -1,0 +1,155 @@
+"""Translation by a network with attention (Section 5.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
+from sacrebleu import corpus_bleu
+from torch import Tensor
+from torch.nn import Parameter
+
+from experiments.data.batches import generator
+from experiments.data.text import END, START, Buckets, Pairs
+from experiments.data.translation import LONGEST, Corpus
+from experiments.models.beam import Found, search
+from experiments.models.seq2seq import Translator
+from experiments.task import Step, Task
+from experiments.tasks.images import initialised
+
+AT_ONCE = 640  # beams, of all sentences that are translated together
+LENGTH = 2  # a translation has at most so many times the words of its source, as in the tutorial
+
+
+@dataclass(frozen=True)
+class Trainer:
+    batch: PositiveInt
+    buckets: PositiveInt  # of sentences of like length
+    clip: PositiveFloat  # the norm of all gradients together
+
+
+class Translation(Task):
+    """Cross-entropy of every word, summed over a sentence; judged by BLEU.
+
+    A record has the BLEU of the first `looks` sentences to develop and to test (None: all), the
+    last one that of all of them, whose translations are kept.
+    """
+
+    def __init__(
+        self,
+        data: Callable[[torch.device], Corpus],
+        model: Callable[..., Translator],
+        trainer: Trainer,
+        beam: PositiveInt,
+        looks: PositiveInt | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.data, self.trainer, self.device = data(device), trainer, device
+        self.beam, self.looks = beam, looks
+        words = {
+            "source_words": len(self.data.source),
+            "target_words": len(self.data.target),
+        }
+        self.net = initialised(partial(model, **words), seed)
+        self.net.to(device)
+        train = self.data.train
+        lengths = torch.maximum(train.source.lengths, train.target.lengths - 2)
+        width = -(-LONGEST // trainer.buckets)
+        order = generator(seed, "order")
+        self.batches = Buckets(lengths, trainer.buckets, width, trainer.batch, order)
+        self.epoch_steps = self.batches.per_epoch
+        self.translated: dict[str, list[str]] = {}
+
+    def players(self) -> dict[str, list[Parameter]]:
+        return {"translator": list(self.net.parameters())}
+
+    def steps(self) -> Iterator[Step]:
+        for rows in self.batches:
+            yield Step("translator", partial(self.loss, rows), clip=self.trainer.clip)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        return self.summed(self.data.train, rows) / len(rows)
+
+    def summed(self, pairs: Pairs, rows: Tensor) -> Tensor:
+        """The cross-entropy of all words of these sentences, and of their ends."""
+        source, target = pairs.source[rows], pairs.target[rows]
+        vectors = self.net(source.tokens, source.lengths, target.tokens[:, :-1])
+        places = torch.arange(1, target.tokens.shape[1])[:, None]
+        inside = (places < target.lengths).to(self.device)  # time × sentences
+        wanted = target.tokens[:, 1:].t()[inside]
+        return F.cross_entropy(self.net.output(vectors[inside]), wanted, reduction="sum")
+
+    def evaluate(self) -> dict[str, float]:
+        return self.judge(self.looks)
+
+    def evaluate_at_end(self) -> dict[str, float]:
+        return self.judge(None)
+
+    @torch.no_grad()
+    def judge(self, looks: int | None) -> dict[str, float]:
+        """BLEU of the first `looks` sentences, and cross-entropy: the logarithm of perplexity."""
+        self.net.eval()
+        metrics = {"dev_loss": self.cross_entropy(self.data.dev)}
+        for name, pairs in (("dev", self.data.dev), ("test", self.data.test)):
+            lines = self.translate(pairs, torch.arange(len(pairs))[:looks])
+            metrics[f"{name}_bleu"] = bleu(lines, pairs.references[: len(lines)])
+            self.translated[name] = lines
+        self.net.train()
+        return metrics
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            f"{name}.translated.txt": "".join(f"{line}\n" for line in lines).encode()
+            for name, lines in self.translated.items()
+        }
+
+    def cross_entropy(self, pairs: Pairs) -> float:
+        """The mean over words and ends, of pairs without an empty line."""
+        rows = pairs.whole
+        portions = by_length(pairs, rows).split(self.trainer.batch)
+        sums = [self.summed(pairs, portion) for portion in portions]
+        return float(torch.stack(sums).sum() / (pairs.target.lengths[rows] - 1).sum())
+
+    def translate(self, pairs: Pairs, rows: Tensor) -> list[str]:
+        """A line for each row; that of an empty line is empty."""
+        lines = dict.fromkeys(rows.tolist(), "")
+        for row, found in self.search(pairs, rows, self.beam):
+            lines[row] = self.data.target.decode(found.words)
+        return list(lines.values())
+
+    def search(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
+        """Rows that are not empty, and what is found for them."""
+        rows = by_length(pairs, rows[pairs.source.lengths[rows] > 0])
+        for portion in rows.split(max(1, AT_ONCE // width)):
+            source = pairs.source[portion]
+            state = self.net.encode(source.tokens, source.lengths)
+            limits = LENGTH * source.lengths.to(self.device)
+            found = search(self.net.advance, state, limits, width, START, END)
+            yield from zip(portion.tolist(), found, strict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["batches"])
+
+
+def by_length(pairs: Pairs, rows: Tensor) -> Tensor:
+    """In an order in which neighbours are of like length, so that little is filled up."""
+    return rows[pairs.source.lengths[rows].argsort(stable=True)]
+
+
+def bleu(lines: list[str], references: list[str]) -> float:
+    """Of tokenised text as it stands, without smoothing, 0 to 100.
+
+    >>> round(bleu(["a man rides a horse ."], ["a man rides a brown horse ."]), 1)
+    48.2
+    """
+    score = corpus_bleu(lines, [references], tokenize="none", smooth_method="none", force=True)
+    return float(score.score)

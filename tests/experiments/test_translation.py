@@ -1,0 +1,749 @@
+"""Translation: text and what is refused of it, the network against slow forms of it, beam search
+against all sentences there are, and trainings that are small enough to be learned by heart."""
+
+import gzip
+import io
+import math
+from itertools import islice, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adashift import AdaShift
+from experiments.config import ConfigError, build, compose
+from experiments.data import files, translation
+from experiments.data.batches import generator
+from experiments.data.files import DataError
+from experiments.data.text import (
+    END,
+    START,
+    UNKNOWN,
+    Buckets,
+    Pairs,
+    Sentences,
+    Vocabulary,
+    read_lines,
+    read_pairs,
+)
+from experiments.data.translation import generate, load, multi30k
+from experiments.execute import execute
+from experiments.loop import train
+from experiments.models.beam import search
+from experiments.models.seq2seq import Translator
+from experiments.runs import Run
+from experiments.schedules import halvings
+from experiments.task import Step
+from experiments.tasks.translation import Trainer, Translation, bleu
+
+CPU = torch.device("cpu")
+WORDS = {"source_words": 11, "target_words": 9}
+
+
+def one_line(error):
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def net_of(seed=0, **changes):
+    torch.manual_seed(seed)
+    options = WORDS | {"units": 6, "dropout": 0.0, "init": 0.7, "tanh": True} | changes
+    return Translator(**options)
+
+
+def sentences(*lengths, words=11, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return Sentences.of(
+        [torch.randint(3, words, (n,), generator=source).tolist() for n in lengths], CPU
+    )
+
+
+def config_of(*overrides):
+    words = ["experiment=nmt", "optimizer=adam", "scale=smoke", "tracking=off"]
+    return compose([*words, *overrides])
+
+
+def task_of(*overrides, seed=0):
+    return build(config_of(*overrides).task, "task", seed=seed, device=CPU)
+
+
+def weights(task):
+    return torch.cat([p.detach().flatten() for p in task.net.parameters()])
+
+
+def learn(task, optimizer, count):
+    torch.manual_seed(0)  # dropout
+    return [float(step.take(optimizer)) for step in islice(task.steps(), count)]
+
+
+# Files
+
+
+def put(folder, **content):
+    folder.mkdir(exist_ok=True)
+    for name, text in content.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def own(folder, **changes):
+    """A folder as `load` wants it, with the named files changed."""
+    whole = {
+        "train_de": "ein hund\nein mann\n", "train_en": "a dog\na man\n",
+        "dev_de": "ein hund\n", "dev_en": "a dog\n",
+        "test_de": "ein mann\n", "test_en": "a man\n",
+    }  # fmt: skip
+    return put(folder, **whole | changes)
+
+
+def loaded(folder, **options):
+    return load(CPU, str(folder), "de", "en", **options)
+
+
+def test_lines_are_parted_by_newlines_alone(tmp_path):
+    put(tmp_path, a="eins\r\nz\u2028wei\x85 \u00a0drei\n\nvier")
+    assert read_lines(tmp_path / "a") == ["eins", "z\u2028wei\x85 \u00a0drei", "", "vier"]
+    (tmp_path / "b.gz").write_bytes(gzip.compress("\ufeffüber\n".encode()))
+    assert read_lines(tmp_path / "b.gz") == ["über"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_en": "a dog\n"}, ["train.de has 2 lines", "train.en has 1", "train.de, line 2"]),
+        ({"dev_de": "ein\nmann\n"}, ["dev.de has 2", "dev.de, line 2"]),
+        ({"test_en": ""}, ["test.en is empty", "a sentence a line"]),
+        ({"test_en": "\n\n"}, ["test.en is empty"]),
+        ({"train_de": "ein hund\nein m\xe4nn\n".encode("latin-1")},
+         ["train.de, line 2", "0xe4", "not UTF-8"]),
+        ({"train_de": "ein hund\n".encode("utf-16")}, ["train.de, line 1", "not UTF-8"]),
+        ({"train_de": "ein hund\n\n", "train_en": "\na man\n"}, ["train.de and", "no line"]),
+        ({"test_de": "ein hund\n\n", "test_en": "\na man\n"}, ["test.de and", "no line"]),
+        ({"vocab_de": "<unk>\n<s>\n</s>\nein\n", "vocab_en": "a\n<unk>\n<s>\n</s>\n"},
+         ["vocab.en, line 1 is 'a'", "<unk> <s> </s>"]),
+        ({"vocab_de": "<s>\n</s>\n", "vocab_en": "a\n"}, ["vocab.de, line 1 is '<s>'"]),
+        ({"vocab_de": "<unk>\n<s>", "vocab_en": "a\n"}, ["vocab.de, line 3 is nothing"]),
+        ({"vocab_de": "<unk>\n<s>\n</s>\nein\nein\n"}, ["vocab.de, line 5", "in line 4 already"]),
+        ({"vocab_de": "<unk>\n<s>\n</s>\n"}, ["vocab.en is missing"]),
+    ],
+)  # fmt: skip
+def test_bad_files_are_named_with_the_line_and_the_cure(tmp_path, changes, words):
+    with pytest.raises(DataError) as refusal:
+        loaded(own(tmp_path / "x", **changes))
+    message = one_line(refusal)
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_or_spoilt_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"train\.de is missing"):
+        loaded(tmp_path)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"some text" * 50)[:-9])
+    with pytest.raises(DataError, match=r"a\.gz is cut short"):
+        read_lines(tmp_path / "a.gz")
+
+
+def test_a_bad_file_stops_a_run_in_one_line(tmp_path):
+    own(tmp_path / "x", dev_en="a dog\nmore\n")
+    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    config = config_of(*words, "+data.source=de", "+data.target=en", f"results={tmp_path}")
+    with pytest.raises(DataError, match=r"dev\.en, line 2 has no translation"):
+        execute(Run(config))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_files_that_differ_in_length_say_where(tmp_path):
+    put(tmp_path, a="1\n2\n3\n", b="1\n2\n3\n4\n")
+    with pytest.raises(DataError, match=r"b, line 4 has no translation"):
+        read_pairs(tmp_path / "a", tmp_path / "b")
+
+
+# Words
+
+
+def test_the_most_frequent_words_have_numbers_and_others_are_unknown():
+    vocabulary = Vocabulary.of_text(["b a", "a c b", "a"], size=5)
+    assert vocabulary.words == ("<unk>", "<s>", "</s>", "a", "b")
+    assert vocabulary.encode("a x  c b ") == [3, UNKNOWN, UNKNOWN, 4]
+    assert vocabulary.decode([3, UNKNOWN, 4, END, 3]) == "a <unk> b"
+    assert len(Vocabulary.of_text(["b a"])) == 5
+
+
+def test_a_vocabulary_has_room_for_the_marks():
+    with pytest.raises(ConfigError, match=r"task\.data\.words=3 is refused"):
+        task_of("data.words=3")
+
+
+def test_marks_in_a_text_are_no_new_words():
+    assert Vocabulary.of_text(["<unk> a </s>"]).words == ("<unk>", "<s>", "</s>", "a")
+
+
+def test_vocabularies_of_files_are_used_unless_a_number_is_asked_for(tmp_path):
+    folder = own(tmp_path / "x", vocab_de="<unk>\n<s>\n</s>\nmann\n", vocab_en="<unk>\n<s>\n</s>\n")
+    corpus = loaded(folder)
+    assert corpus.source.words[3:] == ("mann",) and len(corpus.target) == 3
+    assert corpus.test.source.tokens.tolist() == [[UNKNOWN, 3]]
+    assert len(loaded(folder, words=4).source) == 4
+    assert len(loaded(own(tmp_path / "y")).source) == 6
+
+
+def test_training_sentences_are_cut_at_the_limit_and_others_are_not(tmp_path):
+    long = " ".join(f"w{i}" for i in range(60)) + "\n"
+    corpus = loaded(own(tmp_path / "x", train_de=2 * long, test_de=long))
+    assert corpus.train.source.lengths.tolist() == [50, 50]
+    assert corpus.train.target.lengths.tolist() == [4, 4]  # with the marks
+    assert corpus.test.source.lengths.tolist() == [60]
+    assert loaded(tmp_path / "x", longest=1).train.target.tokens.tolist() == [[1, 3, 2]] * 2
+
+
+def test_empty_lines_are_no_training_pairs_and_are_translated_by_empty_ones(tmp_path):
+    changes = {
+        "train_de": "ein hund\n\nein mann\n  \n", "train_en": "a dog\nx\n\n\n",
+        "test_de": "\nein hund\n\n", "test_en": "x\na dog\n\n",
+    }  # fmt: skip
+    own(tmp_path / "x", **changes)
+    corpus = loaded(tmp_path / "x")
+    assert corpus.train.references == ["a dog"]
+    assert corpus.test.source.lengths.tolist() == [0, 2, 0] and corpus.test.whole.tolist() == [1]
+    task = small_task(corpus)
+    task.net.eval()
+    lines = task.translate(corpus.test, torch.arange(3))
+    assert lines[0] == lines[2] == ""
+    assert 0 <= task.evaluate()["test_bleu"] <= 100
+
+
+def test_pairs_stand_between_marks_and_are_filled_up_with_the_end():
+    source, target = Vocabulary.of_text(["a b c"]), Vocabulary.of_text(["x y"])
+    pairs = Pairs.of([("a b c", "x"), ("b", "y x")], source, target, CPU)
+    assert pairs.source.tokens.tolist() == [[3, 4, 5], [4, END, END]]
+    assert pairs.target.tokens.tolist() == [[START, 3, END, END], [START, 4, 3, END]]
+    assert pairs.target.lengths.tolist() == [3, 4]
+    assert pairs.source[torch.tensor([1])].tokens.tolist() == [[4]]
+
+
+def test_limits_choose_the_first_pairs(tmp_path):
+    corpus = loaded(own(tmp_path / "x"), limit=1)
+    assert corpus.train.references == ["a dog"] and len(corpus.target) == 5
+    made = generate(CPU, limit=30, test_limit=7)
+    assert (len(made.train), len(made.dev), len(made.test)) == (30, 7, 7)
+
+
+# The sets
+
+
+def at_hand(*sets):
+    return any(len(files.search(each)) == len(each.checksums) for each in sets)
+
+
+@pytest.mark.skipif(
+    not at_hand(translation.MULTI30K, translation.MULTI30K_PACKED),
+    reason="Multi30k is in no folder that ADASHIFT_DATA names",
+)
+def test_multi30k_is_whole():
+    corpus = multi30k(CPU, words=4000)
+    counts = [len(part) for part in (corpus.train, corpus.dev, corpus.test)]
+    assert counts == [29_000, 1_014, 1_000]
+    assert corpus.train.references[0] == "two young , white males are outside near many bushes ."
+    assert corpus.test.references[0] == "a man in an orange hat starring at something ."
+    assert len(corpus.source) == len(corpus.target) == 4000
+    assert corpus.source.decode(corpus.dev.source.tokens[0].tolist()).startswith("eine gruppe von")
+    unknown = (corpus.test.source.tokens == UNKNOWN).sum() / corpus.test.source.lengths.sum()
+    assert 0.03 < unknown < 0.1
+
+
+def test_iwslt15_is_read_as_it_is_published(tmp_path, monkeypatch):
+    """The official names and vocabularies; the text and its checksums are others."""
+    texts = {
+        "train.vi": "xin chào\nvâng\n", "train.en": "hello\nyes\n", "tst2012.vi": "vâng\n",
+        "tst2012.en": "yes\n", "tst2013.vi": "chào\n", "tst2013.en": "hello\n",
+        "vocab.vi": "<unk>\n<s>\n</s>\nxin\nchào\n", "vocab.en": "<unk>\n<s>\n</s>\nhello\n",
+    }  # fmt: skip
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path))
+    put(tmp_path / "iwslt15", **texts)
+    monkeypatch.setattr(files, "differs", lambda path, checksum: "")
+    translation.iwslt15.cache_clear()
+    corpus = translation.iwslt15(CPU)
+    translation.iwslt15.cache_clear()
+    assert corpus.train.source.tokens.tolist() == [[3, 4], [UNKNOWN, END]]
+    assert corpus.test.references == ["hello"] and len(corpus.target) == 4
+    assert texts.keys() == translation.IWSLT15.checksums.keys()
+
+
+IWSLT15_TESTS = [
+    Path(folder) / "iwslt15" / f"{name}.{language}"
+    for folder in files.folders()
+    for name, language in product(("tst2012", "tst2013"), ("vi", "en"))
+]
+
+
+@pytest.mark.skipif(
+    not all(path.exists() for path in IWSLT15_TESTS),
+    reason="tst2012 and tst2013 of IWSLT'15 are not in every folder that ADASHIFT_DATA names",
+)
+def test_the_official_files_at_hand_have_the_published_checksums_and_fit_each_other():
+    known = translation.IWSLT15.checksums
+    assert [files.differs(path, known[path.name]) for path in IWSLT15_TESTS] == [""] * 4
+    assert len(read_pairs(*IWSLT15_TESTS[:2])) == 1_553
+    assert len(read_pairs(*IWSLT15_TESTS[2:])) == 1_268
+
+
+def test_what_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path))
+    monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
+    for make, words in ((translation.iwslt15, "nlp.stanford.edu"), (multi30k, "githubusercontent")):
+        make.cache_clear()
+        with pytest.raises(DataError) as refusal:
+            make(CPU)
+        assert words in one_line(refusal)
+
+
+def refuse(*_, **__):
+    raise OSError("no network")
+
+
+# Batches
+
+
+def buckets(lengths, size, seed=0):
+    return Buckets(torch.tensor(lengths), 5, 10, size, generator(seed, "order"))
+
+
+LENGTHS = [length for length in range(1, 51) for _ in range(3)]
+
+
+def epoch(batches):
+    return list(islice(batches, batches.per_epoch))
+
+
+def test_an_epoch_has_every_pair_once_and_a_batch_pairs_of_one_bucket():
+    batches = buckets(LENGTHS, 8)
+    for _ in range(2):
+        rows = epoch(batches)
+        assert sorted(torch.cat(rows).tolist()) == list(range(150))
+        for batch in rows:
+            kinds = {min(LENGTHS[row] // 10, 4) for row in batch.tolist()}
+            assert len(kinds) == 1 and len(batch) <= 8
+    full = [len(batch) == 8 for batch in rows]
+    assert sum(full) == 27 // 8 + 3 * (30 // 8) + 33 // 8 and len(full) - sum(full) == 5
+
+
+def test_the_order_is_the_seeds_and_new_in_every_epoch():
+    first, again, other = (torch.cat(epoch(buckets(LENGTHS, 8, s))) for s in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    batches = buckets(LENGTHS, 8)
+    assert not torch.equal(torch.cat(epoch(batches)), torch.cat(epoch(batches)))
+
+
+@pytest.mark.parametrize("spent", [0, 7, 21, 30])
+def test_batches_go_on_where_they_were(spent):
+    whole, rest = buckets(LENGTHS, 8), buckets(LENGTHS, 8, seed=5)
+    list(islice(whole, spent))
+    rest.load_state_dict(whole.state_dict())
+    for a, b in islice(zip(whole, rest, strict=True), 40):
+        assert torch.equal(a, b)
+
+
+def test_a_batch_larger_than_the_set_is_the_set():
+    assert sorted(epoch(buckets([3, 4, 5], 64))[0].tolist()) == [0, 1, 2]
+
+
+# The network
+
+
+def test_paper_scale_is_the_network_of_the_tutorial():
+    """vocab.vi has 7,709 words and vocab.en 17,191."""
+    node = config_of("scale=paper").task["model"] | {"source_words": 7709, "target_words": 17191}
+    net = build(node, "model")()
+    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    lstm = {"kernel": (2048, 1024), "bias": (2048,)}
+    assert shapes == {
+        "source.weight": (7709, 512), "target.weight": (17191, 512),
+        **{f"{part}.{k}": s for part in ("forwards", "backwards", "top") for k, s in lstm.items()},
+        "bottom.kernel": (2048, 1536), "bottom.bias": (2048,),
+        "keys.weight": (512, 1024), "scale": (), "attention.weight": (512, 1536),
+        "output.weight": (17191, 512),
+    }  # fmt: skip
+    assert (node["dropout"], node["init"]) == (0.2, 0.1)
+
+
+def test_weights_start_uniform_biases_at_zero_and_forget_gates_at_one():
+    net = net_of(units=32, init=0.1)
+    for name, p in net.named_parameters():
+        if p.dim() == 2:
+            assert 0.095 < p.abs().max() <= 0.1 and p.mean().abs() < 0.01, name
+    assert net.scale == 1
+    bias = net.bottom.bias.detach().view(4, 32)
+    assert bias.tolist() == [[0.0] * 32, [1.0] * 32, [0.0] * 32, [0.0] * 32]
+
+
+def slowly(net, source, words):
+    """One sentence, word by word, by torch's own cells and the tutorial's equations."""
+
+    def cell_of(ours):
+        cell = nn.LSTMCell(ours.inputs, net.units)
+        for theirs, value in zip(cell.parameters(), ours.parts(), strict=True):
+            theirs.data.copy_(value)
+        return cell
+
+    def read(cell, embedded):
+        state = (torch.zeros(net.units), torch.zeros(net.units))
+        states = []
+        for x in embedded:
+            state = cell(x, state)
+            states.append(state)
+        return [h for h, _ in states], state
+
+    embedded = net.source(source)
+    ahead, bottom = read(cell_of(net.forwards), embedded)
+    back, top = read(cell_of(net.backwards), embedded.flip(0))
+    memory = torch.stack([torch.cat(pair) for pair in zip(ahead, back[::-1], strict=True)])
+    lower, upper = cell_of(net.bottom), cell_of(net.top)
+    attention, vectors = torch.zeros(net.units), []
+    for word in words:
+        bottom = lower(torch.cat([net.target(word), attention]), bottom)
+        top = upper(bottom[0], top)
+        weights = (net.scale * net.keys(memory) @ top[0]).softmax(0)
+        attention = net.attention(torch.cat([top[0], weights @ memory]))
+        attention = attention.tanh() if net.tanh else attention
+        vectors.append(attention)
+    return torch.stack(vectors)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+def test_the_network_is_the_tutorials_and_sentences_of_a_batch_do_not_meet(tanh):
+    net = net_of(tanh=tanh)
+    net.scale.data.fill_(1.7)
+    source, words = sentences(4, 1, 7, 3), torch.randint(9, (4, 5))
+    vectors = net(source.tokens, source.lengths, words)
+    assert vectors.shape == (5, 4, 6)
+    for row, length in enumerate(source.lengths):
+        alone = slowly(net, source.tokens[row, :length], words[row])
+        torch.testing.assert_close(vectors[:, row], alone, atol=2e-6, rtol=1e-5)
+
+
+def test_what_fills_up_a_batch_changes_nothing():
+    net, source, words = net_of(), sentences(4, 2), torch.randint(9, (2, 5))
+    other = source.tokens.clone()
+    other[1, 2:] = 7
+    longer = F.pad(source.tokens, (0, 3), value=5)
+    outputs = [net(tokens, source.lengths, words) for tokens in (source.tokens, other, longer)]
+    assert torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+def test_word_by_word_gives_what_all_words_at_once_give():
+    net, source, words = net_of(), sentences(4, 2, 6), torch.randint(9, (3, 5))
+    state = net.encode(source.tokens, source.lengths)
+    at_once = net.output(net(source.tokens, source.lengths, words)).log_softmax(-1)
+    for time, column in enumerate(words.t()):
+        scores, state = net.advance(column[:, None], state)
+        assert scores.shape == (3, 1, 9)
+        torch.testing.assert_close(scores[:, 0], at_once[time])
+
+
+def test_beams_of_a_sentence_do_not_meet_and_are_selected_with_it():
+    net, source = net_of(), sentences(4, 2, 6)
+    state = net.encode(source.tokens, source.lengths)
+    _, state = net.advance(torch.full((3, 1), START), state)
+    chosen, beams = torch.tensor([2, 0]), torch.zeros(2, 3, dtype=torch.int64)
+    words = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    scores, _ = net.advance(words, state.select(chosen, beams))
+    for row, (sentence, three) in enumerate(zip(chosen, words, strict=True)):
+        for beam, word in enumerate(three):
+            one = state.select(sentence[None], torch.zeros(1, 1, dtype=torch.int64))
+            alone, _ = net.advance(word.view(1, 1), one)
+            torch.testing.assert_close(scores[row, beam], alone[0, 0])
+
+
+def test_dropout_is_in_training_alone():
+    net, source, words = net_of(dropout=0.5), sentences(4, 2), torch.randint(9, (2, 5))
+    assert not torch.equal(*(net(source.tokens, source.lengths, words) for _ in range(2)))
+    net.eval()
+    assert torch.equal(*(net(source.tokens, source.lengths, words) for _ in range(2)))
+    torch.testing.assert_close(
+        net(source.tokens, source.lengths, words),
+        net_of()(source.tokens, source.lengths, words),
+    )
+
+
+# Beam search
+
+
+def found(net, source, width, limits=None):
+    net.eval()
+    state = net.encode(source.tokens, source.lengths)
+    limits = 2 * source.lengths if limits is None else limits
+    return search(net.advance, state, limits, width, START, END)
+
+
+def score_of(net, source, words):
+    """The log-probability of a sentence by teacher forcing."""
+    given = torch.tensor([[START, *words[:-1]]])
+    with torch.no_grad():
+        scores = net.output(net(source.tokens, source.lengths, given)).log_softmax(-1)[:, 0]
+    return float(scores[range(len(words)), words].sum())
+
+
+def greedily(net, source, limit):
+    """The likeliest word, again and again, all of it anew for each word."""
+    words = []
+    while len(words) < limit and END not in words:
+        given = torch.tensor([[START, *words]])
+        words.append(int(net.output(net(source.tokens, source.lengths, given))[-1, 0].argmax()))
+    return words
+
+
+def test_one_beam_is_greedy_and_ten_are_better():
+    net = net_of(units=8)
+    net.output.weight.data *= 2
+    source = sentences(*range(1, 9), *range(1, 9))
+    one, ten = found(net, source, 1), found(net, source, 10)
+    for row, (narrow, wide) in enumerate(zip(one, ten, strict=True)):
+        alone = source[torch.tensor([row])]
+        assert narrow.words == greedily(net, alone, 2 * int(alone.lengths))
+        for each in (narrow, wide):
+            assert each.score == pytest.approx(score_of(net, alone, each.words), abs=1e-4)
+    better = [wide.score - narrow.score for narrow, wide in zip(one, ten, strict=True)]
+    assert sum(better) > 0 and sum(gain > 1e-5 for gain in better) > 5
+    assert any(END in each.words for each in ten)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beams_enough_for_all_sentences_find_the_likeliest(seed):
+    net = net_of(seed, target_words=4, init=1.5)
+    net.eval()
+    source = sentences(2, 3)
+    every = [
+        list(words)
+        for length in (1, 2, 3)
+        for words in product(range(4), repeat=length)
+        if END not in words[:-1] and (length == 3 or words[-1] == END)
+    ]
+    assert len(every) == 1 + 3 + 9 * 4
+    for row, best in enumerate(found(net, source, 64, torch.tensor([3, 3]))):
+        scores = {
+            tuple(words): score_of(net, source[torch.tensor([row])], words) for words in every
+        }
+        likeliest = max(scores, key=lambda words: scores[words])
+        assert tuple(best.words) == likeliest
+        assert best.score == pytest.approx(scores[likeliest], abs=1e-5)
+
+
+class Chain(SimpleNamespace):
+    """A language in which the last word decides what comes next, the same in every sentence."""
+
+    def select(self, sentences, beams):
+        return self
+
+
+def test_a_better_sentence_behind_a_worse_word_is_found_by_two_beams():
+    """a (0.6) is followed by two words of 0.5; b (0.4) by the end for certain."""
+    table = torch.full((6, 6), -torch.inf)
+    start, a, b, x = START, 3, 4, 5
+    table[start, [a, b]] = torch.tensor([0.6, 0.4]).log()
+    table[a, [x, END]] = torch.tensor([0.5, 0.5]).log()
+    table[[b, x], END] = 0.0
+
+    def advance(words, state):
+        return table[words], state
+
+    limits = torch.tensor([5, 5])
+    one, two = (search(advance, Chain(), limits, width, START, END)[0] for width in (1, 2))
+    assert one.words[0] == a and one.score == pytest.approx(math.log(0.3))
+    assert two.words == [b, END] and two.score == pytest.approx(math.log(0.4))
+
+
+def test_sentences_end_at_their_own_limits():
+    limits = [1, 4, 2]
+    lines = found(net_of(), sentences(1, 5, 3), 3, torch.tensor(limits))
+    for each, limit in zip(lines, limits, strict=True):
+        assert len(each.words) == limit or (len(each.words) < limit and each.words[-1] == END)
+
+
+def test_a_translation_does_not_depend_on_the_sentences_beside_it():
+    net, source = net_of(), sentences(*range(1, 8))
+    together = found(net, source, 4)
+    for row in range(7):
+        (alone,) = found(net, source[torch.tensor([row])], 4)
+        assert alone.words == together[row].words
+        assert alone.score == pytest.approx(together[row].score, abs=1e-5)
+
+
+# BLEU
+
+
+def test_bleu_of_known_strings():
+    assert bleu(["a b c d e"], ["a b c d e"]) == pytest.approx(100)
+    assert bleu(["a b c d"], ["w x y z"]) == 0
+    # 4/5, 3/4, 2/3, 1/2 of the words, pairs, triples, fours are right: (1/5)^(1/4)
+    assert bleu(["a b c d x"], ["a b c d e"]) == pytest.approx(100 * 0.2**0.25)
+    # all is right and 2 of 6 words are missing: exp(1 - 6/4)
+    assert bleu(["a b c d"], ["a b c d e f"]) == pytest.approx(100 * 0.60653066)
+
+
+def test_bleu_takes_words_as_they_stand_and_smooths_nothing():
+    assert bleu(["it 's A test ."], ["it 's a test ."]) == 0  # no four words in a row
+    assert bleu(["a b c", "a b c d e"], ["a b c", "a b c d e"]) == pytest.approx(100)
+    assert bleu(["", "a b c d"], ["", "a b c d"]) == pytest.approx(100)
+    assert bleu([""], ["a b"]) == 0
+
+
+# Steps
+
+
+def test_gradients_are_cut_down_to_a_common_norm():
+    start = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+
+    def moved(clip):
+        parameters = [nn.Parameter(p.clone()) for p in start]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        step = Step("x", lambda: sum((p**2).sum() / 2 for p in parameters), clip=clip)
+        step.take(optimizer)
+        return torch.cat([a - b.detach() for a, b in zip(start, parameters, strict=True)])
+
+    whole = torch.cat(start)
+    torch.testing.assert_close(moved(None), whole)
+    torch.testing.assert_close(moved(10.0), whole)
+    torch.testing.assert_close(moved(1.0), whole / 5)
+
+
+def test_training_clips_at_the_released_norm():
+    assert config_of("scale=paper").task["trainer"]["clip"] == 5
+    task = task_of("trainer.clip=0.001")
+    optimizer = torch.optim.SGD(task.net.parameters(), lr=1.0)
+    before = weights(task)
+    learn(task, optimizer, 1)
+    assert (weights(task) - before).norm() == pytest.approx(0.001, rel=1e-3)
+
+
+def test_the_rate_is_halved_where_the_released_code_halves_it():
+    schedule = build(config_of("scale=paper").schedule, "schedule")
+    rates = [schedule(step / 30_000) for step in range(30_000)]
+    expected = [0.5 ** max(0, (step - 8_000) // 1_000) for step in range(30_000)]
+    assert rates == expected
+    assert rates[8_999] == 1 and rates[9_000] == 0.5 and rates[-1] == 2.0**-21
+
+
+def test_halvings_of_a_shorter_training_are_at_the_same_parts():
+    assert [halvings(x, start=10, every=5, of=20) for x in (0.5, 0.74, 0.76, 1)] == [
+        1,
+        1,
+        0.5,
+        0.25,
+    ]
+    with pytest.raises(ConfigError, match=r"schedule\.every=0"):
+        build(config_of("schedule.every=0").schedule, "schedule")
+
+
+# Training
+
+
+def small_task(corpus, units=16, beam=2, looks=None):
+    def model(**words):
+        return Translator(units=units, dropout=0.0, init=0.1, tanh=True, **words)
+
+    trainer = Trainer(batch=16, buckets=5, clip=5.0)
+    return Translation(lambda device: corpus, model, trainer, beam, looks, 0, CPU)
+
+
+def test_the_loss_is_the_sum_over_words_and_the_mean_over_sentences():
+    task = task_of("model.dropout=0")
+    rows = torch.tensor([5, 17, 3])
+    parts = [task.loss(row[None]) for row in rows]
+    torch.testing.assert_close(task.loss(rows), torch.stack(parts).mean())
+    source, target = (side[rows[:1]] for side in (task.data.train.source, task.data.train.target))
+    words = target.tokens[0, : target.lengths[0]].tolist()
+    assert float(parts[0].detach()) == pytest.approx(
+        -score_of(task.net, source, words[1:]), rel=1e-5
+    )
+    assert words[0] == START and words[-1] == END
+
+
+def test_an_untrained_network_guesses_and_every_parameter_has_a_gradient():
+    task = task_of("model.init=0.001", "model.dropout=0")
+    chance = math.log(len(task.data.target))
+    assert task.evaluate()["dev_loss"] == pytest.approx(chance, rel=1e-2)
+    task.loss(torch.arange(20)).backward()
+    assert all(p.grad is not None and not p.grad.is_sparse for p in task.net.parameters())
+
+
+def test_a_handful_of_sentences_is_learned_by_heart():
+    corpus = generate(CPU, limit=8)
+    same = translation.Corpus(
+        corpus.train, corpus.train, corpus.train, corpus.source, corpus.target
+    )
+    task = small_task(same)
+    learn(task, torch.optim.Adam(task.net.parameters(), lr=0.02), 150)
+    metrics = task.evaluate()
+    assert metrics["test_bleu"] > 99 and metrics["dev_loss"] < 0.1
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [("adam", 0.02), ("adashift", 0.02)])
+def test_the_same_seed_gives_the_same_record_and_translations_are_kept(tmp_path, optimizer, lr):
+    words, kept = [f"optimizer={optimizer}", f"optimizer.lr={lr}", "steps=20", "log_every=10"], []
+    for name in "ab":
+        run = Run(config_of(*words, f"results={tmp_path / name}"))
+        assert execute(run) == "finished"
+        names = ("metrics.csv", "dev.translated.txt", "test.translated.txt")
+        kept.append([(run.folder / file).read_bytes() for file in names])
+    assert kept[0] == kept[1]
+    assert [text.count(b"\n") for text in kept[0][1:]] == [10, 10]
+    metrics = run.metrics()
+    assert {"dev_bleu", "test_bleu", "dev_loss", "translator/loss"} < set(metrics)
+    assert metrics["translator/loss"].iloc[-1] < metrics["translator/loss"].iloc[0]
+
+
+def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
+    task, seen = task_of("task.looks=3", "task.beam=1"), []
+    plain = task.translate
+    task.translate = lambda pairs, rows: seen.append(len(rows)) or plain(pairs, rows)
+    record = SimpleNamespace(log=lambda step, metrics: None, keep=seen.extend)
+    optimizers = {"translator": torch.optim.Adam(task.net.parameters())}
+    assert train(task, optimizers, record, steps=4, log_every=2) == "finished"
+    assert seen == [3, 3, 10, 10, "dev.translated.txt", "test.translated.txt"]
+
+
+def test_evaluation_is_a_look_and_no_step():
+    task = task_of()
+    before = weights(task)
+    assert task.evaluate() == task.evaluate()
+    assert task.net.training and torch.equal(before, weights(task))
+
+
+def test_seeds_decide_start_and_order():
+    first, again, other = (task_of(seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(weights(first), weights(again))
+    assert not torch.equal(weights(first), weights(other))
+    rows = [torch.cat(epoch(task.batches)) for task in (first, again, other)]
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+
+
+def test_training_that_is_resumed_goes_on_to_the_bit():
+    whole, cut, rest = (task_of("model.dropout=0") for _ in range(3))
+    options = {"lr": 0.01, "n": 3}
+    learn(whole, AdaShift(whole.net.parameters(), **options), 12)
+    first = AdaShift(cut.net.parameters(), **options)
+    learn(cut, first, 7)
+    file = io.BytesIO()
+    torch.save([cut.net.state_dict(), first.state_dict(), cut.state_dict()], file)
+    file.seek(0)
+    net, optimizer, state = torch.load(file, weights_only=True)
+    rest.net.load_state_dict(net)
+    second = AdaShift(rest.net.parameters(), **options)
+    second.load_state_dict(optimizer)
+    rest.load_state_dict(state)
+    learn(rest, second, 5)
+    assert torch.equal(weights(whole), weights(rest))
+
+
+def test_pairs_of_ones_own(tmp_path):
+    """As the README says it."""
+    own(tmp_path / "x")
+    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    run = Run(config_of(*words, "+data.source=de", "+data.target=en", f"results={tmp_path}"))
+    assert execute(run) == "finished"
+    assert (run.folder / "test.translated.txt").read_text().count("\n") == 1
