@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -30,7 +32,7 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
     set_up_torch(config)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
-    schedule = build(config.schedule, "schedule") if config.schedule else None
+    schedule = make_schedule(config)
     steps, log_every = length_of(config, task)
     torch.manual_seed(config.seed)  # dropout has no generator of its own
     length = "" if task.ends else f", {steps:,} steps"
@@ -84,6 +86,17 @@ def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimiz
         raise ConfigError(
             f"optimizer={config.optimizer_name} is refused with these settings: {error}"
         ) from error
+
+
+def make_schedule(config: Config) -> Callable[[float], float] | None:
+    if config.schedule is None:
+        return None
+    schedule = build(config.schedule, "schedule")
+    schedule(0.0)
+    if isinstance(schedule, partial):
+        # Hydra's own checks its target in every call, which takes longer than a small step.
+        schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
+    return cast(Callable[[float], float], schedule)
 
 
 def pick_device(wanted: str) -> torch.device:
