@@ -5,6 +5,7 @@ python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift se
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from experiments.config import ConfigError, one_line_errors, resolve
 from experiments.execute import execute
 from experiments.runs import Run
+from experiments.stopping import ASKED
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
@@ -39,7 +41,8 @@ def clean_exit() -> Iterator[None]:
             raise
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command starts the run again")
+        print("interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(128 + (ASKED.by or signal.SIGINT))
 
 
 if __name__ == "__main__":

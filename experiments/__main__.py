@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError
 from experiments.record import commit, publish_figure
 from experiments.runs import Run, Spec, load_spec, specs
+from experiments.stopping import ASKED
 
 PREFIXES = "TFCIJKL"
 ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "force")
@@ -206,4 +208,5 @@ if __name__ == "__main__":
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on with the runs that are left")
+        print("interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(128 + (ASKED.by or signal.SIGINT))

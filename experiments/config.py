@@ -26,7 +26,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -38,6 +46,7 @@ PARTS = ("data", "model", "trainer")
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
+    "checkpoint_every",
 }  # fmt: skip
 
 
@@ -74,6 +83,7 @@ class Config(BaseModel):
     tracking: Tracking
     results: Path
     force: bool
+    checkpoint_every: NonNegativeFloat  # seconds
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that decides what comes out."""

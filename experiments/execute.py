@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from experiments.config import Config, ConfigError, build
+from experiments.checkpoint import Checkpoint
+from experiments.config import Config, ConfigError, build, last_line
 from experiments.loop import train
 from experiments.progress import progress
-from experiments.record import Record
+from experiments.record import Record, locked
 from experiments.runs import Run, figures_using
+from experiments.stopping import ASKED, answered_at_once, end_with_parent
 from experiments.task import Task
 
 ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
 
 
-def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> str:
-    """Train the run unless it is there already; return how it ended."""
+def execute(
+    run: Run, announce: Callable[[str], None] = lambda line: None, wait: bool = True
+) -> str:
+    """Train the run, or what is left of it, unless it is there already; return how it ended.
+
+    Where another process is training it, wait for that one, or return "busy".
+    """
+    if ASKED.by:
+        raise KeyboardInterrupt
     config = run.config
     if run.done and not config.force:
         announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
@@ -35,18 +46,32 @@ def execute(run: Run, announce: Callable[[str], None] = lambda line: None) -> st
     schedule = make_schedule(config)
     steps, log_every = length_of(config, task)
     torch.manual_seed(config.seed)  # dropout has no generator of its own
-    length = "" if task.ends else f", {steps:,} steps"
-    announce(f"{size_of(config)}{length}: {shown(run.folder)}")
-    with Record(run.folder, config, run.command(), figures_using(run)) as record:
-        record.status = train(
-            task,
-            optimizers,
-            record,
-            steps=steps,
-            log_every=log_every,
-            schedule=schedule,
-            title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
-        )
+    before = run.info
+    with locked(run.folder, announce if wait else None) as mine:
+        if not mine:
+            return "busy"
+        if run.done and run.info != before:
+            announce(f"another process has trained it: {shown(run.folder)}")
+            return run.status
+        checkpoint = Checkpoint(run.folder, run.name, config.checkpoint_every)
+        if config.force or not task.resumable:
+            checkpoint.remove()
+        length = "" if task.ends else f", {steps:,} steps"
+        announce(f"{size_of(config)}{length}: {shown(run.folder)}")
+        with Record(run.folder, config, run.command(), figures_using(run)) as record:
+            record.status = train(
+                task,
+                optimizers,
+                record,
+                steps=steps,
+                log_every=log_every,
+                schedule=schedule,
+                title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
+                checkpoint=checkpoint if task.resumable else None,
+            )
+        if record.status == "interrupted":
+            raise KeyboardInterrupt
+        checkpoint.remove()
     return record.status
 
 
@@ -119,19 +144,83 @@ def side_by_side(runs: Sequence[Run]) -> int:
 
 
 def execute_all(runs: Sequence[Run], title: str) -> None:
-    """Train what is missing, as many at a time as fit, and show how far it is."""
+    """Train what is missing, as many at a time as fit, and show how far it is.
+
+    A run that fails does not stop the others; at the end the failures are told.
+    """
     missing = [run for run in runs if run.config.force or not run.done]
     ready = f", {len(runs) - len(missing)} are there already" if len(missing) < len(runs) else ""
     print(f"{title}: {len(missing)} runs to train at {size_of(runs[0].config)}{ready}", flush=True)
-    workers = side_by_side(missing)
-    about = dict(total=len(missing), desc=title, unit="run")
-    if workers == 1:
-        for run in progress(missing, **about):
-            execute(run)
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))  # torch dislikes fork
+    with progress(total=len(missing), desc=title, unit="run") as bar, answered_at_once():
+        ends = {}
+        for run, end in in_turn(missing) if side_by_side(missing) == 1 else in_pool(missing):
+            ends[run.folder] = end
+            bar.update()
+    failed = [run for run in missing if ends[run.folder].startswith("failed")]
+    for run in failed:
+        print(f"{ends[run.folder]}\n    {run.command()}", file=sys.stderr)
+    if failed:
+        raise ConfigError(f"{title}: {len(failed)} of {len(missing)} runs failed, see above")
+
+
+def in_turn(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    """Those that another process is training come last."""
+    busy = []
+    for run in runs:
+        end = try_to_execute(run)
+        if end == "busy":
+            busy.append(run)
+        else:
+            yield run, end
+    for run in busy:
+        yield run, try_to_execute(run, wait=True)
+
+
+def in_pool(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    workers = side_by_side(runs)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=end_with_parent
+    )  # torch dislikes fork
     try:
-        for _ in progress(pool.map(execute, missing), **about):
-            pass
+        futures = {pool.submit(try_to_execute, run): run for run in runs}
+        left = []
+        for future in as_completed(futures):
+            end = result_of(future)
+            if end in ("busy", "killed"):
+                left.append(futures[future])
+            else:
+                yield futures[future], end
+    except BaseException:
+        for worker in active_children():
+            worker.terminate()  # it saves its run first
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # what has begun ends; after an error nothing new begins
+        pool.shutdown(cancel_futures=True)
+    yield from one_by_one(left)
+
+
+def result_of(future: Future[str]) -> str:
+    """How a run ended; a worker that dies takes the runs with it that wait for one."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return "killed"
+
+
+def one_by_one(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    """Each in a process of its own, so that one that kills it, for want of memory, is found out."""
+    for run in runs:
+        context = get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
+            end = result_of(pool.submit(try_to_execute, run, wait=True))
+            yield run, end if end != "killed" else "failed: its process was killed; memory?"
+
+
+def try_to_execute(run: Run, wait: bool = False) -> str:
+    """How the run ended; "failed: …" for an error, which its record has too."""
+    try:
+        return execute(run, wait=wait)
+    except (ConfigError, OSError):
+        raise  # it is not the fault of this run alone
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {last_line(error)}"

@@ -7,6 +7,7 @@ file imports wandb.
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -16,8 +17,11 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     import wandb
 
 FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
-METRICS, INFO = "metrics.csv", "run.json"
+METRICS, INFO, LOCK = "metrics.csv", "run.json", ".lock"
 COLUMNS = ("step", "metric", "value")
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 
@@ -51,17 +55,36 @@ class Record:
         self.files: dict[str, bytes] = {}
 
     def __enter__(self) -> Self:
-        self.started = time.time()
+        self.started, self.begun = time.time(), time.monotonic()
         self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not is_final(self.folder):
             self.write_info("running")
         # A draft of its own: a finished record stays whole until another one is finished.
-        self.draft = self.folder / f".{METRICS}.{os.getpid()}"
-        self.file = self.draft.open("w", newline="")
+        self.draft = self.folder / f".{METRICS}"
+        self.file = self.draft.open("w+", newline="")
         self.rows = csv.writer(self.file, lineterminator="\n")
         self.rows.writerow(COLUMNS)
         return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was written so far: a checkpoint and its metrics cannot disagree."""
+        self.file.seek(0)
+        return {"metrics": self.file.read(), "seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun = time.monotonic() - state["seconds"]
+        self.file.seek(0)
+        self.file.truncate()
+        self.file.write(state["metrics"])
+        written = csv.DictReader(state["metrics"].splitlines())
+        for step, rows in groupby(written, key=itemgetter("step")):  # W&B begins anew
+            self.mirror.log(int(step), {row["metric"]: float(row["value"]) for row in rows})
+
+    @property
+    def seconds(self) -> float:
+        """Of all processes that took part; a clock that is set does not change it."""
+        return time.monotonic() - self.begun
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one value per metric; `step` is the x axis of all of them."""
@@ -96,7 +119,7 @@ class Record:
         info = {
             "status": status,
             "error": error,
-            "seconds": round(time.time() - self.started, 3),
+            "seconds": round(self.seconds, 3),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
             "command": self.command,
             "tags": self.tags,
@@ -106,6 +129,32 @@ class Record:
             "config": self.config.model_dump(mode="json", exclude={"results"}),
         }
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def locked(folder: Path, announce: Callable[[str], None] | None = None) -> Iterator[bool]:
+    """Whether this process alone may write to the folder; with `announce`, wait until it may.
+
+    The system takes the lock from a process that ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if announce is None:
+                yield False
+                return
+            announce(f"waiting for another process that is training it: {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield True
+
+
+def is_locked(folder: Path) -> bool:
+    if not (folder / LOCK).exists():
+        return False
+    with locked(folder) as free:
+        return not free
 
 
 def is_final(folder: Path) -> bool:
@@ -140,7 +189,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(content)
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # before the name: after a power cut it must not name a torn file
     draft.replace(path)
 
 

@@ -47,13 +47,19 @@ class Run:
         )
 
     @property
+    def name(self) -> str:
+        """Which run it is, wherever it is kept."""
+        return f"{self.config.experiment} {self.config.digest()} seed {self.config.seed}"
+
+    @property
     def info(self) -> dict[str, Any]:
         return record.read_info(self.folder)
 
     @property
     def status(self) -> str:
-        """missing, running, interrupted, failed, diverged or finished."""
-        return str(self.info.get("status", "missing"))
+        """missing, running, killed, interrupted, failed, diverged or finished."""
+        status = str(self.info.get("status", "missing"))
+        return "killed" if status == "running" and not record.is_locked(self.folder) else status
 
     @property
     def done(self) -> bool:

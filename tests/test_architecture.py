@@ -11,22 +11,30 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # module → the modules of this repository that it may import; a name covers everything below it
 ARROWS = {
-    "run": {"experiments.config", "experiments.execute", "experiments.runs"},
+    "run": {
+        "experiments.config", "experiments.execute", "experiments.runs", "experiments.stopping",
+    },
     "experiments.__main__": {
         "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
-        "experiments.grids", "experiments.record", "experiments.runs", "experiments.tables",
+        "experiments.grids", "experiments.record", "experiments.runs", "experiments.stopping",
+        "experiments.tables",
     },
     "experiments.execute": {
-        "experiments.config", "experiments.loop", "experiments.progress", "experiments.record",
-        "experiments.runs", "experiments.task",
+        "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.progress",
+        "experiments.record", "experiments.runs", "experiments.stopping", "experiments.task",
     },
+    "experiments.checkpoint": {"experiments.record"},
+    "experiments.stopping": set(),
     "experiments.bench": {"adashift", "experiments.config", "experiments.timing"},
     "experiments.timing": {"experiments.config"},
     "experiments.bench_training": {
         "experiments.config", "experiments.data", "experiments.execute", "experiments.timing",
         "experiments.loop", "experiments.record",
     },
-    "experiments.loop": {"experiments.progress", "experiments.record", "experiments.task"},
+    "experiments.loop": {
+        "experiments.checkpoint", "experiments.progress", "experiments.record",
+        "experiments.stopping", "experiments.task",
+    },
     "experiments.task": set(),
     "experiments.tasks": {
         "adashift", "experiments.data", "experiments.models", "experiments.task",
@@ -59,7 +67,7 @@ KEPT_IN = {
     "torch": {"adashift", "experiments.bench", "experiments.bench_training", "experiments.task",
               "experiments.timing",
               "experiments.tasks", "experiments.models", "experiments.data", "experiments.loop",
-              "experiments.execute"},
+              "experiments.checkpoint", "experiments.execute"},
     "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",
                     "experiments.models"},
     "wandb": {"experiments.record"},

@@ -122,20 +122,32 @@ class NetUpdate(LinearClassifier):
     """
 
     probe: DecorrelationProbe | None = None
+    found: dict[str, Any] | None = None  # by the probe, before the training was interrupted
 
     def __init__(self, watch_after: NonNegativeInt, **classifier: Any) -> None:
         super().__init__(**classifier)
-        self.watch_after = watch_after
+        self.watch_after, self.done = watch_after, 0
 
     def steps(self) -> Iterator[Step]:
-        for done, step in enumerate(super().steps()):
-            first = done == self.watch_after
+        for step in super().steps():
+            first = self.done >= self.watch_after and self.probe is None
+            self.done += 1
             yield FirstWatched(step.player, step.loss, self.watch) if first else step
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         layers = range(1, len(self.net.weights) + 1)
         names = [f"{kind}{layer}" for layer in layers for kind in "Wb"]
         self.probe = DecorrelationProbe(optimizer, names=names)
+        if self.found is not None:
+            self.probe.load_state_dict(self.found)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.probe.state_dict() if self.probe else None
+        return super().state_dict() | {"done": self.done, "found": found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.done, self.found = state["done"], state["found"]
 
     def evaluate(self) -> dict[str, float]:
         found = super().evaluate()

@@ -78,6 +78,8 @@ class Trajectory(Task):
     and its excess over the bound ε2 of Theorem 1.
     """
 
+    resumable = False  # it is over in seconds
+
     def __init__(
         self,
         problem: Problem,

@@ -18,6 +18,8 @@ Row = dict[str, float]
 class RowTask(Task):
     """Asks the optimizer for its rule and computes with it; no parameter is moved."""
 
+    resumable = False  # it is over in seconds
+
     def __init__(self, seed: int) -> None:
         self.rng = generator(seed)
         self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))

@@ -102,6 +102,9 @@ def test_the_loop_is_timed_without_evaluations_and_with_all_of_them(tmp_path):
         def log(self, step, metrics):
             self.rows.append((step, set(metrics)))
 
+        def keep(self, files):
+            assert files == {}
+
     config = compose(["experiment=mnist_lr", "optimizer=sgd", "scale=smoke"])
     for evaluated in (False, True):
         log = Log()

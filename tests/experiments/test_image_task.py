@@ -108,7 +108,7 @@ def test_the_loop_sets_the_rate_before_the_step():
     """With a factor of almost 0 nothing moves after the drop, which comes after half the steps."""
     task, kept = task_of("resnet_cifar10"), []
     optimizers = {"classifier": torch.optim.SGD(task.net.parameters(), lr=0.05)}
-    record = SimpleNamespace(log=lambda step, metrics: kept.append(weights(task)))
+    record = SimpleNamespace(log=lambda step, metrics: kept.append(weights(task)), keep=len)
     schedule = partial(drops, at=[0.5], factor=1e-30)
     train(task, optimizers, record, steps=10, log_every=1, schedule=schedule)
     still = [torch.equal(a, b) for a, b in pairwise(kept)]

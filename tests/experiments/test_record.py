@@ -83,7 +83,7 @@ def test_nothing_is_written_when_wandb_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match="wandb login"):
         execute(request(tmp_path, "tracking=online"))
-    assert not (tmp_path / "runs").exists()
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {".lock"}
 
 
 def test_auto_tracking_falls_back_to_offline(tmp_path, monkeypatch, capsys):

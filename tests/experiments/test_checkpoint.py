@@ -1,0 +1,282 @@
+"""What a training leaves when it is killed, and how it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from adashift import AdaShift
+from experiments import stopping
+from experiments.checkpoint import NAME, Checkpoint
+from experiments.config import ROOT, compose
+from experiments.execute import execute
+from experiments.record import is_locked, locked, read_info
+from experiments.runs import Run
+
+EXPERIMENTS = {
+    "mnist_lr": [],
+    "mnist_correlation": [],
+    "mnist_net_update": [],
+    "resnet_cifar10": [],
+    "densenet_cifar10": ["model.dropout=0.2"],
+    "wgan_critic": ["task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"],
+    "wgan_gp": [],
+    "nmt": ["steps=20"],
+    "ill_conditioned_linear": ["task.sampled=100", "task.batch=10"],
+    "counterexample_stochastic": [],
+}
+
+
+class Killed(BaseException):
+    """As sudden as a power cut: nothing of the project catches it."""
+
+
+def run_of(results, experiment, *words, optimizer="adashift"):
+    names = [f"experiment={experiment}", f"optimizer={optimizer}", "scale=smoke", "tracking=off"]
+    return Run(compose([*names, *words, f"results={results}"]))
+
+
+def record_of(run):
+    files = sorted(p for p in run.folder.iterdir() if p.name not in ("run.json", ".lock"))
+    return {p.name: p.read_bytes() for p in files}
+
+
+def die_after(monkeypatch, saves):
+    """The process ends when so many checkpoints have been written."""
+    count = iter(range(saves))
+    save = Checkpoint.save
+
+    def save_and_die(self, state):
+        save(self, state)
+        if next(count, None) is None:
+            raise Killed
+
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_killed_run_goes_on_to_the_same_record(experiment, tmp_path, monkeypatch):
+    whole = run_of(tmp_path / "whole", experiment, *EXPERIMENTS[experiment])
+    assert execute(whole) == "finished"
+    run = run_of(tmp_path / "killed", experiment, *EXPERIMENTS[experiment], "checkpoint_every=0")
+    assert run.folder.name == whole.folder.name
+    for saves in (2, 4):
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            die_after(patched, saves)
+            execute(run)
+            raise Killed  # one that keeps no checkpoints
+    torch.manual_seed(99)  # another process has other random numbers
+    assert execute(run) == "finished"
+    assert record_of(run) == record_of(whole)
+
+
+def test_a_run_that_goes_on_does_not_start_again(tmp_path, monkeypatch):
+    run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0", "steps=30")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 19)
+        execute(run)
+    taken = []
+    step = AdaShift.step
+    monkeypatch.setattr(AdaShift, "step", lambda self, *a: taken.append(1) or step(self, *a))
+    assert execute(run) == "finished"
+    assert len(taken) == 10
+    assert not (run.folder / NAME).exists()
+
+
+def test_time_is_that_of_all_processes(tmp_path, monkeypatch):
+    run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 2)
+        execute(run)
+    state = Checkpoint(run.folder, run.name, 0).read()
+    state["record"]["seconds"] = 1000.0
+    Checkpoint(run.folder, run.name, 0).save(state)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock is set back
+    assert execute(run) == "finished"
+    assert 1000 < read_info(run.folder)["seconds"] < 1100
+
+
+def test_force_starts_again(tmp_path, monkeypatch):
+    run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 2)
+        execute(run)
+    Checkpoint(run.folder, run.name, 0).save({"not": "a state"})
+    assert execute(run_of(tmp_path, "mnist_lr", "force=true")) == "finished"
+
+
+# Files that do not fit
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    kept = Checkpoint(tmp_path, "one", every=60)
+    kept.save({"x": torch.arange(5.0), "name": "θ"})
+    return kept
+
+
+def test_a_state_comes_back(checkpoint):
+    state = checkpoint.load()
+    assert state["x"].tolist() == [0, 1, 2, 3, 4] and state["name"] == "θ"
+    assert not list(checkpoint.path.parent.glob(".*"))  # no draft is left
+
+
+def test_a_state_is_due_after_its_time(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kept = Checkpoint(tmp_path, "one", every=60)
+    assert not kept.due
+    now[0] += 60
+    assert kept.due
+    kept.save({})
+    assert not kept.due
+
+
+def relabel(path, **changes):
+    line, _, content = path.read_bytes().partition(b"\n")
+    path.write_bytes(json.dumps(json.loads(line) | changes).encode() + b"\n" + content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-7]), "cut short or damaged"),
+        (lambda p: p.write_bytes(p.read_bytes()[:20]), "no checkpoint of this project"),
+        (lambda p: p.write_bytes(b""), "no checkpoint of this project"),
+        (lambda p: p.write_bytes(p.read_bytes().replace(b"\x00\x00", b"\x00\x01", 1)), "damaged"),
+        (lambda p: relabel(p, of="two"), "of another run, two"),
+        (lambda p: relabel(p, format="AdaShift checkpoint 0"), "another version"),
+        (lambda p: torch.save({"x": 1}, p), "no checkpoint of this project"),
+    ],
+)
+def test_what_does_not_fit_is_passed_over_with_a_reason(checkpoint, spoil, reason, capsys):
+    spoil(checkpoint.path)
+    assert checkpoint.load() is None
+    line = capsys.readouterr().err
+    assert reason in line and line.count("\n") == 1 and str(checkpoint.path) in line
+
+
+def test_a_checkpoint_cannot_run_code(checkpoint):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(checkpoint.path.parent / "evil"),)
+
+    checkpoint.save({"x": Evil()})
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        checkpoint.load()
+    assert not (checkpoint.path.parent / "evil").exists()
+
+
+def test_a_torn_checkpoint_costs_time_and_nothing_else(tmp_path, monkeypatch, capsys):
+    whole = run_of(tmp_path / "whole", "mnist_lr")
+    execute(whole)
+    run = run_of(tmp_path / "torn", "mnist_lr", "checkpoint_every=0")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 3)
+        execute(run)
+    path = run.folder / NAME
+    path.write_bytes(path.read_bytes()[:-100])
+    assert execute(run) == "finished"
+    assert "passed over" in capsys.readouterr().err
+    assert record_of(run) == record_of(whole)
+
+
+def test_torn_metrics_are_written_anew(tmp_path, monkeypatch):
+    whole = run_of(tmp_path / "whole", "mnist_lr")
+    execute(whole)
+    run = run_of(tmp_path / "torn", "mnist_lr", "checkpoint_every=0")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 6)
+        execute(run)
+    for name in ("metrics.csv", ".metrics.csv"):
+        (run.folder / name).write_text("step,metric,value\n10,class")
+    assert execute(run) == "finished"
+    assert record_of(run) == record_of(whole)
+
+
+# Two processes
+
+
+def test_a_lock_is_one_process_at_a_time(tmp_path):
+    assert not is_locked(tmp_path)
+    with locked(tmp_path) as mine:
+        assert mine and is_locked(tmp_path)
+        with locked(tmp_path) as again:
+            assert not again
+    assert not is_locked(tmp_path)
+
+
+def test_a_run_that_is_trained_elsewhere_is_busy(tmp_path):
+    run = run_of(tmp_path, "mnist_lr")
+    with locked(run.folder):
+        assert execute(run, wait=False) == "busy"
+    assert execute(run, wait=False) == "finished"
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path, monkeypatch):
+    run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        die_after(patched, 1)
+        patched.setattr("experiments.record.Record.__exit__", lambda *_: None)
+        execute(run)
+    assert run.status == "killed"
+    with locked(run.folder):
+        assert run.status == "running"
+
+
+# Signals
+
+
+def start(tmp_path, *words):
+    command = [sys.executable, "run.py", "experiment=mnist_lr", "optimizer=adashift"]
+    command += ["scale=smoke", "tracking=off", f"results={tmp_path}", *words]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    folder = None
+    for _ in range(1200):
+        time.sleep(0.05)
+        folder = next(tmp_path.glob("runs/*/*/*/checkpoint.pt"), None)
+        if folder or process.poll() is not None:
+            break
+    assert folder, process.communicate()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
+    words = ["steps=3000", "log_every=500"]
+    process = start(tmp_path / "cut", *words, "checkpoint_every=0")
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    run = run_of(tmp_path / "cut", "mnist_lr", *words)
+    if number == signal.SIGKILL:
+        assert process.returncode == -9 and run.status == "killed"
+    else:
+        assert process.returncode == 128 + number and run.status == "interrupted"
+        assert "stopping after this step" in error and "the same command goes on" in error
+        assert "Traceback" not in error
+    before = Checkpoint(run.folder, run.name, 60).read()["done"]
+    assert 0 < before < 3000
+    whole = run_of(tmp_path / "whole", "mnist_lr", *words)
+    assert execute(run) == execute(whole) == "finished"
+    assert record_of(run) == record_of(whole)
+
+
+def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
+    asked = stopping.Asked()
+    asked(signal.SIGINT, None)
+    assert asked.by == signal.SIGINT
+    asked(signal.SIGTERM, None)
+    with pytest.raises(KeyboardInterrupt):
+        asked(signal.SIGINT, None)
+
+
+def test_after_a_signal_no_other_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping.ASKED, "by", signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        execute(run_of(tmp_path, "mnist_lr"))
+    assert not any(tmp_path.iterdir())
