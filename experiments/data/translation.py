@@ -112,12 +112,26 @@ def multi30k(
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
     """Captions of pictures from German into English: 29,000 pairs, 1,014 and 1,000 to judge by."""
+    return read_corpus(multi30k_files(), None, device, words, longest, limit, test_limit)
+
+
+def by_heart(
+    device: torch.device,
+    limit: PositiveInt,
+    words: Words | None = None,
+    longest: PositiveInt = LONGEST,
+    test_limit: PositiveInt | None = None,
+) -> Corpus:
+    """The first training pairs of Multi30k, of which all or some are to be judged by as well."""
+    paths = 3 * multi30k_files()[:2]
+    return read_corpus(paths, None, device, words, longest, limit, test_limit or limit)
+
+
+def multi30k_files() -> list[Path]:
     packed = search(MULTI30K_PACKED)
     if len(packed) == len(MULTI30K_PACKED.checksums):
-        paths = in_order(MULTI30K_PACKED, packed)
-    else:
-        paths = in_order(MULTI30K, fetch(MULTI30K))
-    return read_corpus(paths, None, device, words, longest, limit, test_limit)
+        return in_order(MULTI30K_PACKED, packed)
+    return in_order(MULTI30K, fetch(MULTI30K))
 
 
 def load(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ class Translation(Task):
     """Cross-entropy of every word, summed over a sentence; judged by BLEU.
 
     A record has the BLEU of the first `looks` sentences to develop and to test (None: all), the
-    last one that of all of them, whose translations are kept.
+    last one that of all of them, whose translations are kept, and what to compare it with.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class Translation(Task):
         return self.judge(self.looks)
 
     def evaluate_at_end(self) -> dict[str, float]:
-        return self.judge(None)
+        metrics = self.judge(None)
+        return metrics | self.yardsticks(metrics["test_score"])
 
     @torch.no_grad()
     def judge(self, looks: int | None) -> dict[str, float]:
@@ -97,11 +100,27 @@ class Translation(Task):
         self.net.eval()
         metrics = {"dev_loss": self.cross_entropy(self.data.dev)}
         for name, pairs in (("dev", self.data.dev), ("test", self.data.test)):
-            lines = self.translate(pairs, torch.arange(len(pairs))[:looks])
+            rows = torch.arange(len(pairs))[:looks]
+            lines, metrics[f"{name}_score"] = self.translate(pairs, rows, self.beam)
             metrics[f"{name}_bleu"] = bleu(lines, pairs.references[: len(lines)])
             self.translated[name] = lines
         self.net.train()
         return metrics
+
+    @torch.no_grad()
+    def yardsticks(self, score: float) -> dict[str, float]:
+        """What beams have gained on the test set, and what BLEU is had there without learning."""
+        test, train = self.data.test, self.data.train
+        self.net.eval()
+        _, greedy = self.translate(test, torch.arange(len(test)), width=1)
+        self.net.train()
+        copied = [self.data.source.decode(row) for row in test.source.tokens.tolist()]
+        [(usual, _)] = Counter(train.references).most_common(1)
+        return {
+            "test_beam_gain": score - greedy,
+            "test_copy_bleu": bleu(copied, test.references),
+            "test_constant_bleu": bleu([usual] * len(test), test.references),
+        }
 
     def files(self) -> dict[str, bytes]:
         return {
@@ -116,12 +135,13 @@ class Translation(Task):
         sums = [self.summed(pairs, portion) for portion in portions]
         return float(torch.stack(sums).sum() / (pairs.target.lengths[rows] - 1).sum())
 
-    def translate(self, pairs: Pairs, rows: Tensor) -> list[str]:
-        """A line for each row; that of an empty line is empty."""
-        lines = dict.fromkeys(rows.tolist(), "")
-        for row, found in self.search(pairs, rows, self.beam):
+    def translate(self, pairs: Pairs, rows: Tensor, width: int) -> tuple[list[str], float]:
+        """A line for each row, that of an empty line is empty; the mean of their scores."""
+        lines, scores = dict.fromkeys(rows.tolist(), ""), []
+        for row, found in self.search(pairs, rows, width):
             lines[row] = self.data.target.decode(found.words)
-        return list(lines.values())
+            scores.append(found.score)
+        return list(lines.values()), fmean(scores)
 
     def search(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
         """Rows that are not empty, and what is found for them."""

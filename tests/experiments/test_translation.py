@@ -211,7 +211,7 @@ def test_empty_lines_are_no_training_pairs_and_are_translated_by_empty_ones(tmp_
     assert corpus.test.source.lengths.tolist() == [0, 2, 0] and corpus.test.whole.tolist() == [1]
     task = small_task(corpus)
     task.net.eval()
-    lines = task.translate(corpus.test, torch.arange(3))
+    lines, _ = task.translate(corpus.test, torch.arange(3), width=1)
     assert lines[0] == lines[2] == ""
     assert 0 <= task.evaluate()["test_bleu"] <= 100
 
@@ -695,16 +695,43 @@ def test_the_same_seed_gives_the_same_record_and_translations_are_kept(tmp_path,
     metrics = run.metrics()
     assert {"dev_bleu", "test_bleu", "dev_loss", "translator/loss"} < set(metrics)
     assert metrics["translator/loss"].iloc[-1] < metrics["translator/loss"].iloc[0]
+    assert metrics["test_beam_gain"].notna().tolist() == [False, True]  # at the end alone
 
 
 def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
     task, seen = task_of("task.looks=3", "task.beam=1"), []
     plain = task.translate
-    task.translate = lambda pairs, rows: seen.append(len(rows)) or plain(pairs, rows)
+    task.translate = lambda pairs, rows, width: seen.append(len(rows)) or plain(pairs, rows, width)
     record = SimpleNamespace(log=lambda step, metrics: None, keep=seen.extend)
     optimizers = {"translator": torch.optim.Adam(task.net.parameters())}
     assert train(task, optimizers, record, steps=4, log_every=2) == "finished"
-    assert seen == [3, 3, 10, 10, "dev.translated.txt", "test.translated.txt"]
+    assert seen == [3, 3, 10, 10, 10, "dev.translated.txt", "test.translated.txt"]
+
+
+def test_what_a_translation_is_compared_with(tmp_path):
+    own(tmp_path / "x")
+    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    task = task_of(*words, "+data.source=de", "+data.target=en")
+    beams = task.judge(None)["test_score"]
+    found = task.yardsticks(beams)
+    task.net.eval()
+    _, greedy = task.translate(task.data.test, torch.arange(len(task.data.test)), width=1)
+    assert found["test_beam_gain"] == pytest.approx(beams - greedy) and greedy < 0
+    test = task.data.test.references
+    usual = max(task.data.train.references, key=task.data.train.references.count)
+    assert found["test_constant_bleu"] == bleu([usual] * len(test), test)
+    sources = (tmp_path / "x/test.de").read_text().splitlines()
+    known = [task.data.source.decode(task.data.source.encode(line)) for line in sources]
+    assert found["test_copy_bleu"] == bleu(known, test)
+
+
+def test_sentences_to_be_learned_by_heart_are_those_to_be_judged_by():
+    files = translation.search(translation.MULTI30K_PACKED)
+    if len(files) < 6:
+        pytest.skip("Multi30k is not at hand")
+    corpus = translation.by_heart(torch.device("cpu"), limit=5)
+    assert corpus.train.references == corpus.dev.references == corpus.test.references
+    assert corpus.train.references == translation.multi30k(torch.device("cpu")).train.references[:5]
 
 
 def test_evaluation_is_a_look_and_no_step():
