@@ -15,7 +15,7 @@ TABLES  := $(addprefix table-,$(shell seq 1 9))
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory claims status bench-optimizer bench-training test lint \
+.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory surprises claims status bench-optimizer bench-training test lint \
         format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -42,9 +42,10 @@ figures tables: $(READY)
 	@$(PY) -m experiments $(@:s=) all scale=$(SCALE) $(ARGS)
 
 ##   theory                 the runs behind the claims on lemmas and theorems
+##   surprises              the experiments that say why we see something else than the paper
 ##   claims                 judge every claim of the paper from the records: results/claims.md
 ##   status                 which runs are there, and the commands for those that are not
-theory claims status: $(READY)
+theory surprises claims status: $(READY)
 	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
 
 ##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/tables/

@@ -3,6 +3,7 @@
     python -m experiments figure 1      train the runs that are missing, draw, judge the claims
     python -m experiments table 1       the same for a table
     python -m experiments theory        the same for the lemmas and theorems
+    python -m experiments surprises     the same for what explains our surprises
     python -m experiments claims        theory, then judge every claim from the runs at hand
     python -m experiments status        what is there, and the commands for what is not
 
@@ -17,7 +18,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
@@ -26,7 +28,7 @@ from experiments.record import commit, publish_figure
 from experiments.runs import Run, Spec, load_spec, specs
 from experiments.stopping import ASKED
 
-PREFIXES = "TFCIJKL"
+PREFIXES = "TFCIJKLS"
 ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "force")
 COUNTS = {"figure": 24, "table": 9}
 Groups = Mapping[str, Sequence[Run]]
@@ -99,17 +101,17 @@ def table(names: Sequence[str], overrides: Sequence[str]) -> None:
         report(spec, groups)
 
 
-def theory(names: Sequence[str], overrides: Sequence[str]) -> None:
-    for path in specs("claim"):
-        spec = load_spec("claim", path.stem)
-        groups = spec.expand(overrides)
-        train_missing(groups, path.stem)
-        report(spec, groups)
+def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Train the runs behind claims that belong to no figure, and judge them."""
+    spec = load_spec("claim", name)
+    groups = spec.expand(overrides)
+    train_missing(groups, name)
+    report(spec, groups)
 
 
 def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
-    theory([], overrides)
-    for kind in ("figure", "table"):
+    train_missing(load_spec("claim", "theory").expand(overrides), "theory")
+    for kind in ("claim", "figure", "table"):
         for path in specs(kind):
             spec = load_spec(kind, path.stem)
             report(spec, spec.expand(overrides))
@@ -198,7 +200,14 @@ def natural(name: str) -> list[str | int]:
     return [PREFIXES.find(parts[0]), *(int(p) if p.isdigit() else p for p in parts[1:])]
 
 
-COMMANDS = {"figure": figure, "table": table, "theory": theory, "claims": claims, "status": status}
+COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
+    "figure": figure,
+    "table": table,
+    "theory": partial(claim_file, "theory"),
+    "surprises": partial(claim_file, "surprises"),
+    "claims": claims,
+    "status": status,
+}
 
 if __name__ == "__main__":
     try:

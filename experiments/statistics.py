@@ -10,6 +10,10 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 
+def first(metrics: pd.DataFrame, metric: str) -> float:
+    return float(metrics[metric].dropna().iloc[0])
+
+
 def last(metrics: pd.DataFrame, metric: str) -> float:
     return float(metrics[metric].dropna().iloc[-1])
 

@@ -34,8 +34,7 @@ class RandomCases(RowTask):
         super().__init__(seed)
 
     def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if type(optimizer) is not torch.optim.Adam or optimizer.defaults["amsgrad"]:
-            raise ValueError("the lemmas speak of Adam: use optimizer=adam")
+        refuse_other_than_adam(optimizer)
         chain_with(optimizer, 0.5, 0.5)
 
     def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
@@ -111,6 +110,44 @@ class Lemma6(RandomCases):
             "corrected_error": abs(corrected - root) / abs(root),
             "printed_error": abs(printed_critical_c(*betas) - root) / abs(root),
         }
+
+
+class InPhase(RowTask):
+    """Why a larger β2 can mislead Adam: m and the step size 1/√v over an epoch, a β2 per row.
+
+    The mean of m has the right sign, so S = Σ m/√v has the wrong one if and only if the covariance
+    of m and 1/√v outweighs the product of their means: if `covariance` < −1.
+    """
+
+    ends = True
+
+    def __init__(
+        self, problem: Sequential, betas: PositiveInt, seed: int, device: torch.device
+    ) -> None:
+        super().__init__(seed)
+        self.problem, self.count = problem, betas
+        self.beta2s = iter(np.arange(betas) / betas)
+
+    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_other_than_adam(optimizer)
+
+    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
+        beta1, beta2 = optimizer.defaults["betas"][0], float(next(self.beta2s))
+        C, d = self.problem.C, self.problem.d
+        m = theory.limit_m(beta1, C, d)
+        size = 1 / np.sqrt(theory.limit_v(beta2, C, d))
+        product = m.mean() * size.mean()
+        return {
+            "beta2": beta2,
+            "covariance": (m * size).mean() / product - 1,
+            "S": float(theory.epoch_update(beta1, beta2, C, d)),
+            "critical_c": float(theory.smallest_failing_c(beta1, beta2)),
+        }
+
+
+def refuse_other_than_adam(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer) is not torch.optim.Adam or optimizer.defaults["amsgrad"]:
+        raise ValueError("the lemmas speak of Adam: use optimizer=adam")
 
 
 def printed_critical_c(beta1: float, beta2: float, d: int) -> float:

@@ -23,7 +23,15 @@ from experiments.tasks.beta_grid import (
     sequential_theory,
 )
 from experiments.tasks.counterexample import Sequential, Stochastic, Trajectory, generator
-from experiments.tasks.lemmas import Case, Lemma2, Lemma3, Lemma6, NetUpdate, printed_critical_c
+from experiments.tasks.lemmas import (
+    Case,
+    InPhase,
+    Lemma2,
+    Lemma3,
+    Lemma6,
+    NetUpdate,
+    printed_critical_c,
+)
 
 CPU = torch.device("cpu")
 BOX = (-1.0, 1.0)
@@ -528,6 +536,20 @@ def test_net_update_against_the_double_sum():
 
 
 # The loop
+
+
+@pytest.mark.parametrize("C", [10, 20, 40])
+def test_adam_goes_wrong_where_m_and_the_step_size_fall_together(C):
+    task = InPhase(Sequential(C, C), betas=40, seed=0, device=torch.device("cpu"))
+    optimizer = torch.optim.Adam(task.players()["theta"], betas=(0.98, 0.5))
+    rows = [task.next_row(optimizer) for _ in range(40)]
+    assert [row["beta2"] for row in rows] == pytest.approx([i / 40 for i in range(40)])
+    for row in rows:
+        assert (row["covariance"] < -1) == (row["S"] < 0)
+        m, v = theory.limit_m(0.98, C, C), theory.limit_v(row["beta2"], C, C)
+        direct = np.cov(m, v**-0.5, bias=True)[0, 1] / (m.mean() * (v**-0.5).mean())
+        assert row["covariance"] == pytest.approx(direct)
+    assert (C < 17) == all(row["S"] > 0 for row in rows)  # the lowest critical C is 17
 
 
 class Log:
