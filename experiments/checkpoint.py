@@ -1,7 +1,8 @@
 """Checkpoint: all that a training needs to go on, to the bit, after its process was killed.
 
 A file has a line that says what it is of, and a checksum; what does not fit is passed over. It is
-read by torch.load(weights_only=True), so that a file from elsewhere can do no harm.
+read by torch.load(weights_only=True), so that a file from elsewhere can do no harm. The one before
+the newest is kept as well, for a disk that spoils a file after it was written.
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from experiments.config import ConfigError, last_line
 from experiments.record import write_bytes
 
-NAME = "checkpoint.pt"
+NAME, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
 FORMAT = "AdaShift checkpoint 1"  # another number for a state of another form
+
+
+class Stateful(Protocol):
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Checkpoint:
     """The last good state of one run; `of` says which run that is."""
 
     def __init__(self, folder: Path, of: str, every: float) -> None:
-        self.path, self.of, self.every = folder / NAME, of, every
+        self.path, self.before, self.of, self.every = folder / NAME, folder / BEFORE, of, every
         self.saved = time.monotonic()
 
     @property
@@ -38,21 +45,37 @@ class Checkpoint:
         torch.save(state, buffer)
         content = buffer.getvalue()
         label = {"format": FORMAT, "of": self.of, "sha256": checksum(content)}
+        if self.path.exists():
+            self.path.replace(self.before)
         write_bytes(self.path, json.dumps(label).encode() + b"\n" + content)
         self.saved = time.monotonic()
 
-    def load(self) -> dict[str, Any] | None:
-        """The state, or None with a line that says why there is none to be used."""
-        if not self.path.exists():
-            return None
+    def restore(self, training: Stateful) -> None:
+        """Bring a training to the last good state, if there is one."""
+        state = self.load()
+        if state is None:
+            return
         try:
-            return self.read()
-        except ValueError as error:
-            print(f"{self.path} is passed over, {error}: the run starts again", file=sys.stderr)
-            return None
+            training.load_state_dict(state)
+        except Exception as error:  # half of it may be loaded by now, so it cannot be passed over
+            raise ConfigError(
+                f"{self.path} is of other code and does not fit "
+                f"({type(error).__name__}: {last_line(error)}): force=true starts the run again"
+            ) from error
 
-    def read(self) -> dict[str, Any]:
-        line, _, content = self.path.read_bytes().partition(b"\n")
+    def load(self) -> dict[str, Any] | None:
+        """The newest state that can be used; each that cannot is passed over with a line."""
+        for path in (self.path, self.before):
+            if not path.exists():
+                continue
+            try:
+                return self.read(path)
+            except ValueError as error:
+                print(f"{path} is passed over: {error}", file=sys.stderr)
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        line, _, content = path.read_bytes().partition(b"\n")
         try:
             label = json.loads(line)
             form, of, expected = label["format"], label["of"], label["sha256"]
@@ -64,11 +87,15 @@ class Checkpoint:
             raise ValueError(f"it is of another run, {of}")
         if checksum(content) != expected:
             raise ValueError("it is cut short or damaged")
-        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError("it holds more than numbers and tensors, and could do harm") from error
         return state
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+        self.before.unlink(missing_ok=True)
 
 
 def checksum(content: bytes) -> str:

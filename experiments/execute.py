@@ -37,6 +37,7 @@ def execute(
     config = run.config
     if run.done and not config.force:
         announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
+        remove_left_over(run)
         return run.status
     # Everything that can be refused is built before the first file is written.
     device = pick_device(config.device)
@@ -53,7 +54,7 @@ def execute(
         if run.done and run.info != before:
             announce(f"another process has trained it: {shown(run.folder)}")
             return run.status
-        checkpoint = Checkpoint(run.folder, run.name, config.checkpoint_every)
+        checkpoint = checkpoint_of(run, device)
         if config.force or not task.resumable:
             checkpoint.remove()
         length = "" if task.ends else f", {steps:,} steps"
@@ -72,7 +73,23 @@ def execute(
         if record.status == "interrupted":
             raise KeyboardInterrupt
         checkpoint.remove()
+    if record.status == "diverged":
+        announce(f"a loss or a parameter was no number at step {record.step:,}")
     return record.status
+
+
+def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:
+    # Another device has other bits, so a run is not begun on one and ended on another.
+    return Checkpoint(run.folder, f"{run.name} on {device.type}", run.config.checkpoint_every)
+
+
+def remove_left_over(run: Run) -> None:
+    """The checkpoint of a process that was killed between the record's end and its own."""
+    checkpoint = checkpoint_of(run, torch.device("cpu"))
+    if checkpoint.path.exists():
+        with locked(run.folder) as mine:
+            if mine:
+                checkpoint.remove()
 
 
 def set_up_torch(config: Config) -> None:

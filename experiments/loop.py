@@ -15,7 +15,7 @@ from experiments.checkpoint import Checkpoint
 from experiments.progress import progress
 from experiments.record import Record
 from experiments.stopping import ASKED, answered_after_a_step
-from experiments.task import Task
+from experiments.task import Step, Stretch, Task
 
 Losses = defaultdict[str, list[Tensor]]
 
@@ -57,6 +57,13 @@ class Training:
     def players(self) -> list[tuple[str, list[torch.nn.Parameter]]]:
         return list(self.task.players().items())
 
+    def take(self, step: Step | Stretch) -> None:
+        loss = step.take(self.optimizers[step.player])
+        if loss is not None:
+            self.losses[f"{step.player}/loss"].append(loss)
+        self.task.after_step()
+        self.done += step.size
+
     def note(self, metrics: dict[str, float]) -> bool:
         """Put metrics and losses into the record; return whether all are numbers."""
         metrics |= {name: mean(parts) for name, parts in self.losses.items()}
@@ -66,9 +73,10 @@ class Training:
 
     @torch.no_grad()
     def finite(self) -> bool:
-        """Whether all parameters are numbers, told by their sums, which costs little."""
-        sums = [p.sum() for _, parameters in self.players() for p in parameters]
-        return math.isfinite(float(torch.stack([s.double().cpu() for s in sums]).sum()))
+        """Whether all parameters are numbers, however large: a sum of them could overflow."""
+        parts = [p for _, parameters in self.players() for p in parameters if p.numel()]
+        ends = [end.double().cpu() for p in parts for end in p.aminmax()]
+        return bool(torch.stack(ends).isfinite().all())
 
 
 def train(
@@ -90,31 +98,46 @@ def train(
     that is done. With a checkpoint it goes on where that was left.
     """
     training = Training(task, optimizers, record)
-    state = checkpoint.load() if checkpoint else None
-    if state is not None:
-        training.load_state_dict(state)
+    if checkpoint:
+        checkpoint.restore(training)
     bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
-    with bar, answered_after_a_step():
-        for step in task.steps():
-            if schedule is not None:
-                set_rates(optimizers, schedule(training.done / steps))
-            loss = step.take(optimizers[step.player])
-            if loss is not None:
-                training.losses[f"{step.player}/loss"].append(loss)
-            task.after_step()
-            training.done += step.size
-            bar.update(step.size)
-            over = training.done >= steps
-            if over or training.done // log_every > (training.done - step.size) // log_every:
-                if not training.note(task.evaluate_at_end() if over else task.evaluate()):
-                    return "diverged"
-                if over:
-                    record.keep(task.files())
-                    return "finished"
-            if checkpoint and (ASKED.by or checkpoint.due):
-                checkpoint.save(training.state_dict())
-            if ASKED.by:
-                return "interrupted"
+    try:
+        with bar, answered_after_a_step():
+            return go_on(training, steps, log_every, schedule, checkpoint, bar.update)
+    except OSError:
+        raise
+    except Exception:
+        if training.finite():
+            raise
+        training.note({})  # many a step or judgement raises where a parameter is no number
+        return "diverged"
+
+
+def go_on(
+    training: Training,
+    steps: int,
+    log_every: int,
+    schedule: Callable[[float], float] | None,
+    checkpoint: Checkpoint | None,
+    show: Callable[[int], object],
+) -> str:
+    task, record = training.task, training.record
+    for step in task.steps():
+        if schedule is not None:
+            set_rates(training.optimizers, schedule(training.done / steps))
+        training.take(step)
+        show(step.size)
+        over = training.done >= steps
+        if over or training.done // log_every > (training.done - step.size) // log_every:
+            if not training.note(task.evaluate_at_end() if over else task.evaluate()):
+                return "diverged"
+            if over:
+                record.keep(task.files())
+                return "finished"
+        if checkpoint and (ASKED.by or checkpoint.due):
+            checkpoint.save(training.state_dict())
+        if ASKED.by:
+            return "interrupted"
     if task.ends:
         return "finished"
     raise RuntimeError(

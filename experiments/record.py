@@ -39,6 +39,10 @@ COLUMNS = ("step", "metric", "value")
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 
 
+class WriteError(OSError):
+    """A record that cannot be written. One line: which file, what is wrong, the cure."""
+
+
 class Record:
     """The append-only log of one run, as a context that always says how it ended.
 
@@ -51,13 +55,14 @@ class Record:
         self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
     ) -> None:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
-        self.status = "interrupted"
+        self.status, self.step = "interrupted", 0
         self.files: dict[str, bytes] = {}
 
     def __enter__(self) -> Self:
         self.started, self.begun = time.time(), time.monotonic()
         self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_drafts(self.folder)
         if not is_final(self.folder):
             self.write_info("running")
         # A draft of its own: a finished record stays whole until another one is finished.
@@ -69,11 +74,12 @@ class Record:
 
     def state_dict(self) -> dict[str, Any]:
         """What was written so far: a checkpoint and its metrics cannot disagree."""
-        self.file.seek(0)
-        return {"metrics": self.file.read(), "seconds": self.seconds}
+        with told(self.draft):
+            self.file.seek(0)
+        return {"metrics": self.file.read(), "step": self.step, "seconds": self.seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begun = time.monotonic() - state["seconds"]
+        self.begun, self.step = time.monotonic() - state["seconds"], state["step"]
         self.file.seek(0)
         self.file.truncate()
         self.file.write(state["metrics"])
@@ -88,6 +94,7 @@ class Record:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one value per metric; `step` is the x axis of all of them."""
+        self.step = step
         # repr keeps every bit, so that equal runs give equal files.
         self.rows.writerows((step, name, repr(float(value))) for name, value in metrics.items())
         self.mirror.log(step, metrics)
@@ -102,23 +109,33 @@ class Record:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.file.close()
         if isinstance(error, Exception):
             self.status = "failed"
-        if self.status in FINAL or not is_final(self.folder):
-            self.draft.replace(self.folder / METRICS)
-            for name, content in self.files.items():
-                write_bytes(self.folder / name, content)
-                self.mirror.keep(self.folder / name)
-            self.write_info(self.status, error=repr(error) if error else None)
-        else:
+        try:
+            self.close(error)
+        finally:
+            self.mirror.finish(failed=self.status != "finished")
+
+    def close(self, error: BaseException | None) -> None:
+        """Put the new record in the place of the old one, unless that is worth more."""
+        with told(self.draft), self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())  # run.json must not call a torn file finished
+        if self.status not in FINAL and is_final(self.folder):
             self.draft.unlink()
-        self.mirror.finish(failed=self.status != "finished")
+            return
+        self.draft.replace(self.folder / METRICS)
+        for name, content in self.files.items():
+            write_bytes(self.folder / name, content)
+            self.mirror.keep(self.folder / name)
+        self.write_info(self.status, error=repr(error) if error else None)
 
     def write_info(self, status: str, error: str | None = None) -> None:
         info = {
             "status": status,
+            "step": self.step,
             "error": error,
+            "sha256": None if status == "running" else hash_metrics(self.folder),
             "seconds": round(self.seconds, 3),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
             "command": self.command,
@@ -137,8 +154,10 @@ def locked(folder: Path, announce: Callable[[str], None] | None = None) -> Itera
 
     The system takes the lock from a process that ends, however it ends.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,27 +170,38 @@ def locked(folder: Path, announce: Callable[[str], None] | None = None) -> Itera
 
 
 def is_locked(folder: Path) -> bool:
-    if not (folder / LOCK).exists():
+    """Whether a process holds the lock; asked without writing, for a folder may be read-only."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
-    with locked(folder) as free:
-        return not free
+    except BlockingIOError:
+        return True
+    return False
 
 
 def is_final(folder: Path) -> bool:
-    return read_info(folder).get("status") in FINAL
+    return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
 
 
 def read_info(folder: Path) -> dict[str, Any]:
     """run.json, or an empty dict if there is none that can be read."""
     try:
         info = json.loads((folder / INFO).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """metrics.csv with a row per step and a column per metric."""
+    expected = read_info(folder).get("sha256")
+    if expected is not None and expected != hash_metrics(folder):
+        raise OSError(
+            f"{folder / METRICS} is altered or cut short: delete it, and the same command "
+            "trains the run again"
+        )
     long = pd.read_csv(folder / METRICS)
     wide = long.pivot(index="step", columns="metric", values="value")
     return wide.reset_index().rename_axis(columns=None)
@@ -187,13 +217,36 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # before the name: after a power cut it must not name a torn file
-    draft.replace(path)
+    with told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with draft.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # before the name, which must never be that of a torn file
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+
+def remove_drafts(folder: Path) -> None:
+    """What write_bytes left in processes that were killed; only for whoever holds the lock."""
+    for draft in folder.glob(".*.*.[0-9]*"):
+        draft.unlink()
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """A full or read-only disk is told in one line, with the file and the cure."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{path} cannot be written ({error.strerror or error}): mend that or name another "
+            "folder with results=…; what was there is kept, and the same command goes on"
+        ) from error
 
 
 @cache

@@ -23,7 +23,7 @@ ARROWS = {
         "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.progress",
         "experiments.record", "experiments.runs", "experiments.stopping", "experiments.task",
     },
-    "experiments.checkpoint": {"experiments.record"},
+    "experiments.checkpoint": {"experiments.config", "experiments.record"},
     "experiments.stopping": set(),
     "experiments.bench": {"adashift", "experiments.config", "experiments.timing"},
     "experiments.timing": {"experiments.config"},

@@ -13,11 +13,12 @@ import torch
 from adashift import AdaShift
 from experiments import stopping
 from experiments.checkpoint import NAME, Checkpoint
-from experiments.config import ROOT, compose
-from experiments.execute import execute
+from experiments.config import ROOT, ConfigError, compose
+from experiments.execute import checkpoint_of, execute
 from experiments.record import is_locked, locked, read_info
 from experiments.runs import Run
 
+CPU = torch.device("cpu")
 EXPERIMENTS = {
     "mnist_lr": [],
     "mnist_correlation": [],
@@ -93,9 +94,9 @@ def test_time_is_that_of_all_processes(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 2)
         execute(run)
-    state = Checkpoint(run.folder, run.name, 0).read()
+    state = checkpoint_of(run, CPU).load()
     state["record"]["seconds"] = 1000.0
-    Checkpoint(run.folder, run.name, 0).save(state)
+    checkpoint_of(run, CPU).save(state)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock is set back
     assert execute(run) == "finished"
     assert 1000 < read_info(run.folder)["seconds"] < 1100
@@ -106,7 +107,9 @@ def test_force_starts_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 2)
         execute(run)
-    Checkpoint(run.folder, run.name, 0).save({"not": "a state"})
+    checkpoint_of(run, CPU).save({"not": "a state"})
+    with pytest.raises(ConfigError, match=r"does not fit \(KeyError: 'done'\): force=true starts"):
+        execute(run)
     assert execute(run_of(tmp_path, "mnist_lr", "force=true")) == "finished"
 
 
@@ -161,15 +164,25 @@ def test_what_does_not_fit_is_passed_over_with_a_reason(checkpoint, spoil, reaso
     assert reason in line and line.count("\n") == 1 and str(checkpoint.path) in line
 
 
-def test_a_checkpoint_cannot_run_code(checkpoint):
+def test_a_checkpoint_cannot_run_code(checkpoint, capsys):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(checkpoint.path.parent / "evil"),)
 
     checkpoint.save({"x": Evil()})
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        checkpoint.load()
+    checkpoint.before.unlink()
+    assert checkpoint.load() is None
+    assert "could do harm" in capsys.readouterr().err
     assert not (checkpoint.path.parent / "evil").exists()
+
+
+def test_the_one_before_is_used_where_the_newest_is_spoilt(checkpoint, capsys):
+    checkpoint.save({"x": 2})
+    checkpoint.path.write_bytes(checkpoint.path.read_bytes()[:-7])
+    assert checkpoint.load()["name"] == "θ"
+    assert "cut short" in capsys.readouterr().err
+    checkpoint.remove()
+    assert not list(checkpoint.path.parent.iterdir())
 
 
 def test_a_torn_checkpoint_costs_time_and_nothing_else(tmp_path, monkeypatch, capsys):
@@ -179,10 +192,21 @@ def test_a_torn_checkpoint_costs_time_and_nothing_else(tmp_path, monkeypatch, ca
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 3)
         execute(run)
-    path = run.folder / NAME
-    path.write_bytes(path.read_bytes()[:-100])
+    for path in run.folder.glob("checkpoint*.pt"):
+        path.write_bytes(path.read_bytes()[:-100])
     assert execute(run) == "finished"
-    assert "passed over" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("passed over") == 2
+    assert record_of(run) == record_of(whole)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    whole, run = run_of(tmp_path / "whole", "mnist_lr"), run_of(tmp_path / "killed", "mnist_lr")
+    execute(whole)
+    run.folder.mkdir(parents=True)
+    (run.folder / ".checkpoint.pt.4321").write_bytes(b"half of it")
+    execute(run)
+    checkpoint_of(run, CPU).save({})  # as if it had been killed just before this is removed
+    execute(run)
     assert record_of(run) == record_of(whole)
 
 
@@ -259,7 +283,7 @@ def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
         assert process.returncode == 128 + number and run.status == "interrupted"
         assert "stopping after this step" in error and "the same command goes on" in error
         assert "Traceback" not in error
-    before = Checkpoint(run.folder, run.name, 60).read()["done"]
+    before = checkpoint_of(run, CPU).load()["done"]
     assert 0 < before < 3000
     whole = run_of(tmp_path / "whole", "mnist_lr", *words)
     assert execute(run) == execute(whole) == "finished"
