@@ -15,7 +15,8 @@ TABLES  := $(addprefix table-,$(shell seq 1 9))
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory surprises claims status bench-optimizer bench-training test lint \
+.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory surprises claims status \
+        bench-optimizer bench-training torture test lint \
         format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -55,6 +56,10 @@ bench-optimizer: $(READY)
 ##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/tables/
 bench-training: $(READY)
 	@$(PY) -m experiments.bench_training $(ARGS)
+
+##   torture                kill trainings 50 times, continue them, compare their records: results/tables/
+torture: $(READY)
+	@$(PY) -m experiments.torture $(ARGS)
 
 ##
 ## Work on the code

@@ -94,8 +94,8 @@ class Checkpoint:
         return state
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.before.unlink(missing_ok=True)
+        for path in (self.before, self.path):  # in this order: what a kill leaves is found again
+            path.unlink(missing_ok=True)
 
 
 def checksum(content: bytes) -> str:

@@ -217,7 +217,18 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+LARGEST = (
+    1e20  # torch cannot multiply a float32 tensor by what is far above; the rest is for 1/(1−β)
+)
+
+
 def check_ranges(optimizer: dict[str, Any]) -> None:
+    for name, value in optimizer.items():
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(x, int | float) and not abs(x) <= LARGEST for x in parts):
+            raise ConfigError(
+                f"optimizer.{name}={shown(value)} is refused: give a number up to {LARGEST:g}"
+            )
     for name, (fits, wanted) in RANGES.items():
         value = optimizer.get(name)
         if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -122,12 +123,19 @@ def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimiz
     make_optimizer = build(config.optimizer, "optimizer")
     try:
         optimizers = {name: make_optimizer(params) for name, params in task.players().items()}
+        if not task.gives_closure and any(map(needs_closure, optimizers.values())):
+            raise ValueError("its step() needs a closure, which this experiment does not give")
         task.check_optimizers(optimizers)
         return optimizers
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer={config.optimizer_name} is refused with these settings: {error}"
         ) from error
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def make_schedule(config: Config) -> Callable[[float], float] | None:

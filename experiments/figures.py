@@ -64,8 +64,16 @@ class Group:
 
     def table(self, metric: str) -> pd.DataFrame:
         """Step × seed; a run that diverged ends early."""
-        columns = {r.config.seed: r.metrics().set_index("step")[metric] for r in self.runs}
+        columns = {r.config.seed: values_of(r, metric) for r in self.runs}
         return pd.DataFrame(columns)
+
+
+def values_of(run: Run, metric: str) -> pd.Series:
+    """Step → value; a run that diverged may have been too spoilt to be judged even once."""
+    metrics = run.metrics().set_index("step")
+    if run.status == "diverged" and metric not in metrics:
+        return pd.Series(np.nan, index=metrics.index)
+    return metrics[metric]
 
 
 def styles() -> dict[str, Any]:
@@ -158,8 +166,7 @@ def curves(
         ax.fill_between(middle.index, *band, alpha=0.18, lw=0, color=color)
         for run in group.runs:
             if run.status == "diverged":
-                end = table[run.config.seed].dropna()[-1:]
-                ax.plot(end.index, shown(end), "x", ms=8, mew=2, color=color)
+                mark_end(ax, shown(table[run.config.seed]), color)
         if orders:
             numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
         parts.append(numbers.reset_index(names="step").assign(curve=group.label))
@@ -168,6 +175,17 @@ def curves(
     ax.legend(loc=legend, fontsize=8)
     table = pd.concat(parts)
     return table[["curve", *table.columns.drop("curve")]]
+
+
+def mark_end(ax: Axes, values: pd.Series, color: Any) -> None:
+    """An × at the last number of a run that diverged, at the upper edge if it never had one."""
+    look = {"marker": "x", "ms": 8, "mew": 2, "color": color}
+    known = values[np.isfinite(values)]
+    if len(known):
+        ax.plot(known.index[-1:], known.iloc[-1:], **look)
+    else:
+        place = ax.get_xaxis_transform()
+        ax.plot(values.index[:1], [1.0], transform=place, clip_on=False, **look)
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:

@@ -49,6 +49,7 @@ class Task(ABC):
     """A problem: who plays, how a step goes, how it is judged."""
 
     ends: ClassVar[bool] = False  # whether steps() stops by itself, before `steps` are done
+    gives_closure: ClassVar[bool] = False  # whether a step hands the optimizer what it minimises
     resumable: ClassVar[bool] = True  # whether state_dict() has all that it takes to go on
     epoch_steps: int | None = None  # of one pass over the data, if there are passes
     total_steps: int | None = None  # of a training whose length is given in epochs

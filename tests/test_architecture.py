@@ -27,6 +27,9 @@ ARROWS = {
     "experiments.stopping": set(),
     "experiments.bench": {"adashift", "experiments.config", "experiments.timing"},
     "experiments.timing": {"experiments.config"},
+    "experiments.torture": {
+        "experiments.config", "experiments.execute", "experiments.runs", "experiments.timing",
+    },
     "experiments.bench_training": {
         "experiments.config", "experiments.data", "experiments.execute", "experiments.timing",
         "experiments.loop", "experiments.record",

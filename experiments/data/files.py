@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 DEFAULT = Path(__file__).resolve().parents[2] / "data"
 TIMEOUT = 10  # seconds without a byte; a mirror that cannot be reached must not be waited for
 PACK_TIMEOUT = 900  # seconds for a whole package
+MAX_BYTES = 2_000_000_000  # of a file that is unpacked; the largest that is wanted has 184 million
 PARTIAL = ".partial-"  # what a process that was killed leaves; the next one removes it
 
 # What a source may raise: it is asked once, and then the next one is.
@@ -81,8 +82,8 @@ class Download:
                 ) as answer,
                 (into / name).open("wb") as file,
             ):
-                stream = gzip.GzipFile(fileobj=answer) if self.suffix == ".gz" else answer
-                shutil.copyfileobj(stream, file)
+                stream: Any = gzip.GzipFile(fileobj=answer) if self.suffix == ".gz" else answer
+                copy(stream, file)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,17 @@ def copy_members(archive: Path, wanted: Mapping[str, Path]) -> None:
             if content is None:
                 raise ValueError(f"{member} of {archive.name} is no file")
             with content, target.open("wb") as file:
-                shutil.copyfileobj(content, file)
+                copy(content, file)
+
+
+def copy(source: IO[bytes], target: IO[bytes]) -> None:
+    """Until the end, which must come: a small archive can hold more than a disk."""
+    left = MAX_BYTES
+    while piece := source.read(1 << 20):
+        left -= len(piece)
+        if left < 0:
+            raise ValueError(f"a file of more than {MAX_BYTES:,} bytes came")
+        target.write(piece)
 
 
 def folders() -> list[Path]:

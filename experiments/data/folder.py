@@ -33,6 +33,7 @@ from experiments.progress import progress
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LITTER = ("__MACOSX", "Thumbs.db", "desktop.ini")  # of file managers; they hide the rest with a dot
 MAX_BYTES = 64_000_000  # of a file; an archive can promise more than a machine has
+MAX_RATIO = 200  # of the files of an archive to itself; pictures are packed already
 AT_ONCE = 256  # images that are decoded before they are written
 DECODED = "decoded"  # the folder of the cache
 
@@ -88,6 +89,7 @@ def open_tree(path: Path) -> Iterator[Tree]:
         yield entered(Tree(path, *walk(path), lambda name: (path / name).read_bytes()))
         return
     with open_archive(path) as archive:
+        refuse_tricks(path, archive.infolist())
         members = {normpath(m.filename).lstrip("/"): m for m in archive.infolist()}
         seen = {name: member for name, member in members.items() if not litters(name)}
         files = {name: (m.file_size, m.CRC) for name, m in seen.items() if not m.is_dir()}
@@ -105,6 +107,19 @@ def open_archive(path: Path) -> zipfile.ZipFile:
         raise DataError(
             f"{path} is no whole zip archive ({words_of(error)}): replace it"
         ) from error
+
+
+def refuse_tricks(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
+    """Nothing is unpacked to a disk; still, an archive that tries is not one of pictures."""
+    for member in members:
+        if ".." in member.filename.split("/") or member.filename.startswith("/"):
+            raise DataError(f"{path} has {member.filename!r}, which climbs out of it: replace it")
+    size, promised = path.stat().st_size, sum(member.file_size for member in members)
+    if promised > max(MAX_BYTES, MAX_RATIO * size):
+        raise DataError(
+            f"{path} has {size:,} bytes and promises {promised:,}, more than {MAX_RATIO} times as "
+            "many: replace it"
+        )
 
 
 def walk(path: Path) -> tuple[dict[str, tuple[int, int]], frozenset[str]]:

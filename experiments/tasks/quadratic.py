@@ -124,6 +124,8 @@ class TwoLayerLinear(Task):
     A seed decides A, samples and start, so that no claim hangs on one matrix: the paper gives none.
     """
 
+    gives_closure = True
+
     def __init__(
         self,
         inputs: PositiveInt,

@@ -13,10 +13,11 @@ import torch
 from adashift import AdaShift
 from experiments import stopping
 from experiments.checkpoint import NAME, Checkpoint
-from experiments.config import ROOT, ConfigError, compose
+from experiments.config import ROOT, ConfigError
 from experiments.execute import checkpoint_of, execute
 from experiments.record import is_locked, locked, read_info
-from experiments.runs import Run
+from experiments.torture import record_of
+from tests.experiments.killing import Killed, die_after, run_of
 
 CPU = torch.device("cpu")
 EXPERIMENTS = {
@@ -31,33 +32,6 @@ EXPERIMENTS = {
     "ill_conditioned_linear": ["task.sampled=100", "task.batch=10"],
     "counterexample_stochastic": [],
 }
-
-
-class Killed(BaseException):
-    """As sudden as a power cut: nothing of the project catches it."""
-
-
-def run_of(results, experiment, *words, optimizer="adashift"):
-    names = [f"experiment={experiment}", f"optimizer={optimizer}", "scale=smoke", "tracking=off"]
-    return Run(compose([*names, *words, f"results={results}"]))
-
-
-def record_of(run):
-    files = sorted(p for p in run.folder.iterdir() if p.name not in ("run.json", ".lock"))
-    return {p.name: p.read_bytes() for p in files}
-
-
-def die_after(monkeypatch, saves):
-    """The process ends when so many checkpoints have been written."""
-    count = iter(range(saves))
-    save = Checkpoint.save
-
-    def save_and_die(self, state):
-        save(self, state)
-        if next(count, None) is None:
-            raise Killed
-
-    monkeypatch.setattr(Checkpoint, "save", save_and_die)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -185,20 +159,6 @@ def test_the_one_before_is_used_where_the_newest_is_spoilt(checkpoint, capsys):
     assert not list(checkpoint.path.parent.iterdir())
 
 
-def test_a_torn_checkpoint_costs_time_and_nothing_else(tmp_path, monkeypatch, capsys):
-    whole = run_of(tmp_path / "whole", "mnist_lr")
-    execute(whole)
-    run = run_of(tmp_path / "torn", "mnist_lr", "checkpoint_every=0")
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        die_after(patched, 3)
-        execute(run)
-    for path in run.folder.glob("checkpoint*.pt"):
-        path.write_bytes(path.read_bytes()[:-100])
-    assert execute(run) == "finished"
-    assert capsys.readouterr().err.count("passed over") == 2
-    assert record_of(run) == record_of(whole)
-
-
 def test_what_a_killed_process_left_is_removed(tmp_path):
     whole, run = run_of(tmp_path / "whole", "mnist_lr"), run_of(tmp_path / "killed", "mnist_lr")
     execute(whole)
@@ -207,19 +167,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     execute(run)
     checkpoint_of(run, CPU).save({})  # as if it had been killed just before this is removed
     execute(run)
-    assert record_of(run) == record_of(whole)
-
-
-def test_torn_metrics_are_written_anew(tmp_path, monkeypatch):
-    whole = run_of(tmp_path / "whole", "mnist_lr")
-    execute(whole)
-    run = run_of(tmp_path / "torn", "mnist_lr", "checkpoint_every=0")
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        die_after(patched, 6)
-        execute(run)
-    for name in ("metrics.csv", ".metrics.csv"):
-        (run.folder / name).write_text("step,metric,value\n10,class")
-    assert execute(run) == "finished"
     assert record_of(run) == record_of(whole)
 
 

@@ -1,0 +1,27 @@
+"""Runs that die in this process, at a chosen moment."""
+
+from experiments.checkpoint import Checkpoint
+from experiments.config import compose
+from experiments.runs import Run
+
+
+class Killed(BaseException):
+    """As sudden as a power cut: nothing of the project catches it."""
+
+
+def run_of(results, experiment, *words, optimizer="adashift"):
+    names = [f"experiment={experiment}", f"optimizer={optimizer}", "scale=smoke", "tracking=off"]
+    return Run(compose([*names, *words, f"results={results}"]))
+
+
+def die_after(monkeypatch, saves):
+    """The process ends when so many checkpoints have been written."""
+    count = iter(range(saves))
+    save = Checkpoint.save
+
+    def save_and_die(self, state):
+        save(self, state)
+        if next(count, None) is None:
+            raise Killed
+
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
