@@ -24,12 +24,11 @@ import torch
 import torchvision
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 from torch import Tensor
 
 import adashift
 from adashift import AdaShift
-from experiments.config import CONF
+from experiments.looks import styles
 from experiments.timing import command, interleave, listed, machine, markdown, processor, write
 
 Make = Callable[[list[Tensor]], Any]
@@ -374,8 +373,7 @@ def bars(ax: Axes, rows: pd.DataFrame, colors: Sequence[str]) -> None:
 
 def draw(table: pd.DataFrame, stem: Path, quick: bool) -> None:
     """Write stem.png and stem.pdf."""
-    style: Any = OmegaConf.to_container(OmegaConf.load(CONF / "figure" / "_style.yaml"))
-    colors = [style.get(c.style, {"color": "0.35"})["color"] for c in CONTENDERS]
+    colors = [styles().get(c.style, {"color": "0.35"})["color"] for c in CONTENDERS]
     groups = [rows for _, rows in table.groupby("list", sort=False)]
     figure = Figure(figsize=(4 * len(groups) + 1.6, 4), layout="constrained")
     axes = figure.subplots(1, len(groups), sharey=True)

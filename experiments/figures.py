@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import CenteredNorm, LogNorm, to_rgb
+from matplotlib.colors import CenteredNorm, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
-from omegaconf import OmegaConf
 from PIL import Image
 
-from experiments.config import CONF
+from experiments.config import ConfigError
+from experiments.looks import Look, label_of, looks_of, styles
 from experiments.runs import Run, Spec
 
 plt.rcParams.update(
@@ -41,9 +41,6 @@ plt.rcParams.update(
         "pdf.fonttype": 42,
     }
 )
-# Curves of one optimizer: of a colour towards black (0) or white (1), and dashes.
-SHADES = ((0, 0.0), (0, 0.45), (1, 0.45), (0, 0.7), (1, 0.65), (0, 0.25))
-DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (2, 1)))
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,16 @@ class Group:
     name: str
     label: str
     runs: Sequence[Run]
-    shade: int = 0  # how many curves of the same optimizer stand before it in the panel
+    look: Look | None = None  # None: that of its optimizer where nothing else is in the panel
+
+    @property
+    def optimizer(self) -> str:
+        return self.runs[0].config.optimizer_name
 
     @property
     def style(self) -> dict[str, Any]:
-        color = np.array(to_rgb(styles()[self.runs[0].config.optimizer_name]["color"]))
-        towards, part = SHADES[self.shade % len(SHADES)]
-        mixed = tuple(color + part * (towards - color))
-        return {"color": mixed, "linestyle": DASHES[self.shade % len(DASHES)]}
+        look = self.look or looks_of([self.optimizer])[0]
+        return {"color": look.color, "linestyle": (0, look.dashes) if look.dashes else "-"}
 
     def table(self, metric: str) -> pd.DataFrame:
         """Step × seed; a run that diverged ends early."""
@@ -76,12 +75,10 @@ def values_of(run: Run, metric: str) -> pd.Series:
     return metrics[metric]
 
 
-def styles() -> dict[str, Any]:
-    return dict(OmegaConf.to_container(OmegaConf.load(CONF / "figure" / "_style.yaml")))  # type: ignore[arg-type]
-
-
-def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> None:
-    """Write stem.png, stem.pdf and stem.csv."""
+def draw(
+    spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path, plotted: pd.DataFrame | None = None
+) -> None:
+    """Write stem.png, stem.pdf and stem.csv; from what was `plotted` before, no run is read."""
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
     figure, axes = plt.subplots(
@@ -89,26 +86,41 @@ def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> None:
     )
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
-        data = draw_panel(ax, dict(panel), groups)
-        data.insert(0, "panel", panel["title"].split()[0].strip("()"))
-        numbers.append(data)
+        letter = panel["title"].split()[0].strip("()")
+        data = None if plotted is None else plotted[plotted["panel"] == letter]
+        data = draw_panel(ax, dict(panel), groups, data)
+        numbers.append(data.assign(panel=letter)[["panel", *data.columns.drop("panel", "ignore")]])
     for ax in axes.flat[len(spec.panels) :]:
         ax.remove()
     finish(figure, spec, groups)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, stem, digest(spec, groups))
-    table = pd.concat(numbers)
-    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
+    if plotted is None:
+        save(figure, stem, digest(spec, groups))
+        table = pd.concat(numbers)
+        table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
+    else:
+        save(figure, stem, f"{digest_of_looks(spec)} {source(stem).split()[-1]}")
+
+
+def redraw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
+    """Draw again from the csv if the look has changed since; the runs may be elsewhere."""
+    if source(stem).split()[0] == digest_of_looks(spec):
+        return False
+    draw(spec, groups, stem, pd.read_csv(stem.with_suffix(".csv")))
+    return True
 
 
 def draw_panel(
-    ax: Axes, panel: dict[str, Any], groups: Mapping[str, Sequence[Run]]
+    ax: Axes,
+    panel: dict[str, Any],
+    groups: Mapping[str, Sequence[Run]],
+    plotted: pd.DataFrame | None,
 ) -> pd.DataFrame:
     title, target, names = panel.pop("title"), panel.pop("draw"), panel.pop("runs")
     ax.set_title(title, fontsize=10)
     ax.set(**panel.pop("axes", {}))
     members = [named(name, label, groups) for name, label in labels(names).items()]
-    data = hydra.utils.get_method(target)(ax, shaded(members), **panel)
+    data = hydra.utils.get_method(target)(ax, shaded(members), **panel, plotted=plotted)
     assert isinstance(data, pd.DataFrame)
     return data
 
@@ -120,18 +132,13 @@ def labels(names: Any) -> dict[str, str | None]:
 
 def named(name: str, label: str | None, groups: Mapping[str, Sequence[Run]]) -> Group:
     runs = groups[name]
-    return Group(name, label or styles()[runs[0].config.optimizer_name]["label"], runs)
+    return Group(name, label or label_of(runs[0].config.optimizer_name), runs)
 
 
 def shaded(members: Sequence[Group]) -> list[Group]:
     """Curves of one optimizer share its colour and differ in their shade and dashes."""
-    seen: dict[str, int] = {}
-    out = []
-    for g in members:
-        optimizer = g.runs[0].config.optimizer_name
-        out.append(Group(g.name, g.label, g.runs, seen.get(optimizer, 0)))
-        seen[optimizer] = seen.get(optimizer, 0) + 1
-    return out
+    looks = looks_of([group.optimizer for group in members])
+    return [replace(group, look=look) for group, look in zip(members, looks, strict=True)]
 
 
 def curves(
@@ -141,6 +148,7 @@ def curves(
     legend: Any = "best",
     smooth: int = 1,
     orders: bool = False,
+    plotted: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
 
@@ -148,44 +156,79 @@ def curves(
     stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
     that are orders of magnitude apart a mean would show the worst alone.
     """
-
-    def shown(values: pd.Series) -> pd.Series:
-        return 10.0**values if orders else values
-
-    parts = []
+    if plotted is None:
+        plotted = pd.concat([numbers_of(group, metric, smooth, orders) for group in groups])
     for group in groups:
-        raw = np.log10(group.table(metric)) if orders else group.table(metric)
-        table, color = box_mean(raw, smooth), group.style["color"]
-        numbers = over_seeds(raw)
-        if smooth > 1:
-            ax.plot(numbers.index, shown(numbers["mean"]), lw=0.6, alpha=0.3, color=color)
-            numbers = numbers.join(over_seeds(table)[["mean", "sd"]].add_prefix("smooth_"))
-        middle, spread = (over_seeds(table)[name] for name in ("mean", "sd"))
-        ax.plot(middle.index, shown(middle), label=group.label, lw=1.4, **group.style)
-        band = shown(middle - spread), shown(middle + spread)
-        ax.fill_between(middle.index, *band, alpha=0.18, lw=0, color=color)
-        for run in group.runs:
-            if run.status == "diverged":
-                mark_end(ax, shown(table[run.config.seed]), color)
-        if orders:
-            numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
-        parts.append(numbers.reset_index(names="step").assign(curve=group.label))
+        part = plotted[plotted["curve"] == group.label].set_index("step")
+        if part.empty:
+            raise ConfigError(f"{group.label} is not in the csv: its runs must be made first")
+        draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     ax.legend(loc=legend, fontsize=8)
-    table = pd.concat(parts)
-    return table[["curve", *table.columns.drop("curve")]]
+    return plotted
 
 
-def mark_end(ax: Axes, values: pd.Series, color: Any) -> None:
+def prefix_of(smooth: int, orders: bool) -> str:
+    """Of the columns that a curve is drawn from."""
+    return ("log10_" if orders else "") + ("smooth_" if smooth > 1 else "")
+
+
+def draw_curve(ax: Axes, part: pd.DataFrame, group: Group, prefix: str, orders: bool) -> None:
+    def shown(values: pd.Series) -> pd.Series:
+        return 10.0**values if orders else values
+
+    color, middle, spread = group.style["color"], part[f"{prefix}mean"], part[f"{prefix}sd"]
+    if "smooth" in prefix:
+        raw = part[f"{prefix.replace('smooth_', '')}mean"]
+        ax.plot(raw.index, shown(raw), lw=0.6, alpha=0.3, color=color)
+    ax.plot(middle.index, shown(middle), label=group.label, lw=1.4, **group.style)
+    band = shown(middle - spread), shown(middle + spread)
+    ax.fill_between(middle.index, *band, alpha=0.18, lw=0, color=color)
+    for step, values in crosses(part):
+        for value in values:
+            mark_end(ax, step, value, color)
+
+
+def mark_end(ax: Axes, step: int, value: float, color: Any) -> None:
     """An × at the last number of a run that diverged, at the upper edge if it never had one."""
     look = {"marker": "x", "ms": 8, "mew": 2, "color": color}
-    known = values[np.isfinite(values)]
-    if len(known):
-        ax.plot(known.index[-1:], known.iloc[-1:], **look)
+    if np.isfinite(value):
+        ax.plot([step], [value], **look)
     else:
-        place = ax.get_xaxis_transform()
-        ax.plot(values.index[:1], [1.0], transform=place, clip_on=False, **look)
+        ax.plot([step], [1.0], transform=ax.get_xaxis_transform(), clip_on=False, **look)
+
+
+def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
+    """Where runs of a curve diverged, at which values."""
+    ended = part["diverged"].dropna() if "diverged" in part else pd.Series(dtype=str)
+    return [(step, [float(v) for v in str(text).split()]) for step, text in ended.items()]
+
+
+def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
+    """What is drawn of one curve: a row for each step."""
+    raw = np.log10(group.table(metric)) if orders else group.table(metric)
+    table = box_mean(raw, smooth)
+    numbers = over_seeds(raw)
+    if smooth > 1:
+        numbers = numbers.join(over_seeds(table)[["mean", "sd"]].add_prefix("smooth_"))
+    if orders:
+        numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
+    ends: dict[int, list[str]] = {}
+    for run in group.runs:
+        if run.status == "diverged":
+            step, value = last_number(table[run.config.seed])
+            ends.setdefault(step, []).append(f"{10.0**value if orders else value:.10g}")
+    if ends:
+        numbers["diverged"] = pd.Series({step: " ".join(values) for step, values in ends.items()})
+    numbers = numbers.reset_index(names="step").assign(curve=group.label)
+    return numbers[["curve", *numbers.columns.drop("curve")]]
+
+
+def last_number(values: pd.Series) -> tuple[int, float]:
+    """Step and value; NaN at the first step if there is none."""
+    known = values[np.isfinite(values)]
+    return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.nan)
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
@@ -217,6 +260,7 @@ def heatmap(
     where_label: str = "",
     centered: bool = False,
     middle: str = "mean",
+    plotted: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """A metric over β1 (x) and β2 (y), the `middle` (mean or median) over the seeds.
 
@@ -225,8 +269,10 @@ def heatmap(
     """
     (group,) = groups
     wanted = [name for name in (metric, contours, where) if name]
-    cells = pd.concat([run.metrics() for run in group.runs])
-    table = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
+    if plotted is None:
+        cells = pd.concat([run.metrics() for run in group.runs])
+        plotted = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
+    table = plotted
     x, y, z = grid_of(table, metric)
     if where:
         z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)
@@ -281,17 +327,28 @@ def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
 
 def digest(spec: Spec, groups: Mapping[str, Sequence[Run]]) -> str:
     """Changes when the spec, the look, this file, or a number behind the figure changes."""
-    parts = [spec.model_dump_json(), str(styles()), Path(__file__).read_text()]
-    parts += [run.fingerprint() for runs in groups.values() for run in runs]
+    runs = [run.fingerprint() for runs in groups.values() for run in runs]
+    return f"{digest_of_looks(spec)} {short_hash(runs)}"
+
+
+def digest_of_looks(spec: Spec) -> str:
+    drawn = spec.model_dump_json(exclude={"shows", "claims"})
+    return short_hash([drawn, str(styles()), Path(__file__).read_text()])
+
+
+def short_hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def source(stem: Path) -> str:
+    """What a picture was made from: a digest of its look, and one of its runs."""
+    with Image.open(stem.with_suffix(".png")) as image:
+        return str(image.info.get("Source") or "unknown")
 
 
 def up_to_date(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
     files = [stem.with_suffix(s) for s in (".png", ".pdf", ".csv")]
-    if not all(f.exists() for f in files):
-        return False
-    with Image.open(files[0]) as image:
-        return bool(image.info.get("Source") == digest(spec, groups))
+    return all(f.exists() for f in files) and source(stem) == digest(spec, groups)
 
 
 def save(figure: Figure, stem: Path, source: str) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from experiments.claims import interval, values
 from experiments.config import one_line_errors
-from experiments.figures import Group, draw, scale_of, shaded
+from experiments.figures import Group, draw, redraw, scale_of, shaded
 from experiments.record import write_text
 from experiments.runs import Run, Spec
 from experiments.tables import refuse_missing
@@ -58,11 +58,24 @@ def write_grid(spec: Spec, groups: Groups, stem: Path, picture: Path) -> None:
     rule = rule_of(spec)
     table = judge_grid(members(spec), rule, groups)
     write_text(stem.with_suffix(".csv"), table.to_csv(index=False, float_format="%.10g"))
-    write_text(stem.with_suffix(".md"), page(spec, rule, table, face(spec, groups)))
-    draw(drawn(spec, rule, table, groups), groups, picture)
+    write_text(stem.with_suffix(".md"), page(spec, rule, table, face(spec, groups, table)))
+    draw(drawn(spec, rule, read_grid(stem)), groups, picture)
 
 
-def drawn(spec: Spec, rule: Rule, table: pd.DataFrame, groups: Groups) -> Spec:
+def redraw_grid(spec: Spec, groups: Groups, stem: Path, picture: Path) -> bool:
+    """Draw the plot again from the csv if its look has changed; the runs may be elsewhere."""
+    return redraw(drawn(spec, rule_of(spec), read_grid(stem)), groups, picture)
+
+
+def read_grid(stem: Path) -> pd.DataFrame:
+    table = pd.read_csv(stem.with_suffix(".csv"))
+    lists = [c for c in table if table[c].astype(str).str.startswith("[").any()]
+    for name in lists:
+        table[name] = [json.loads(x) if isinstance(x, str) else x for x in table[name]]
+    return table
+
+
+def drawn(spec: Spec, rule: Rule, table: pd.DataFrame) -> Spec:
     """The spec as a figure: its panels hold what they draw, its note the rule."""
     common = {
         "draw": f"{__name__}.{lines.__name__}",
@@ -71,7 +84,7 @@ def drawn(spec: Spec, rule: Rule, table: pd.DataFrame, groups: Groups) -> Spec:
         "settings": rule.settings,
         "along": rule.along,
     }
-    note = fill("; ".join(filter(None, (steps_of(groups), f"best: {rule}", spec.note))), 110)
+    note = fill("; ".join(filter(None, (steps_of(table), f"best: {rule}", spec.note))), 110)
     panels = [panel | common for panel in rule.panels]
     return spec.model_copy(update={"panels": panels, "note": note})
 
@@ -168,13 +181,13 @@ def line_of(table: pd.DataFrame, others: Sequence[str]) -> pd.Series:
 # -- the page ----------------------------------------------------------------------------------
 
 
-def face(spec: Spec, groups: Groups) -> str:
-    parts = (f"{scale_of(groups)} scale", steps_of(groups), f"{spec.seeds} seeds", spec.note)
+def face(spec: Spec, groups: Groups, table: pd.DataFrame) -> str:
+    parts = (f"{scale_of(groups)} scale", steps_of(table), f"{spec.seeds} seeds", spec.note)
     return "; ".join(filter(None, parts)) + "."
 
 
-def steps_of(groups: Groups) -> str:
-    counts = sorted({steps(run) for runs in groups.values() for run in runs})
+def steps_of(table: pd.DataFrame) -> str:
+    counts = sorted(table["steps"].unique())
     return f"{' and '.join(f'{count:,}' for count in counts)} steps a run"
 
 
@@ -265,6 +278,7 @@ def lines(
     settings: Sequence[str],
     along: str,
     legend: bool = False,
+    plotted: pd.DataFrame | None = None,  # the rows hold it all
 ) -> pd.DataFrame:
     """A metric along one setting: a line for each optimizer and each choice of the others."""
     table, owners = pd.DataFrame(rows), {group.label: group for group in groups}

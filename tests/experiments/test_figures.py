@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from experiments.config import ConfigError
 from experiments.figures import Group, box_mean, curves
 
 
@@ -62,3 +63,19 @@ def test_a_smooth_curve_ends_where_a_run_has_ended():
     assert numbers["smooth_mean"].isna().tolist() == [False, False, True, True]
     (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
     assert cross.get_xdata().tolist() == [20]
+
+
+def test_a_curve_is_drawn_the_same_from_its_csv(tmp_path):
+    """Where the runs are elsewhere, a change of looks needs no training."""
+    runs = FakeRun([1, 2, 3, 4], 0), FakeRun([1, 3], 1, "diverged"), FakeRun([2, 5], 2, "diverged")
+    ax, table = drawn(*runs, smooth=3, orders=True)
+    table.to_csv(tmp_path / "a.csv", index=False)
+    again, _ = drawn(*runs, smooth=3, orders=True, plotted=pd.read_csv(tmp_path / "a.csv"))
+    assert len(ax.lines) == 3 and ax.lines[-1].get_ydata() == pytest.approx(
+        [6**0.5, 10**0.5], rel=1
+    )
+    for one, other in zip(ax.lines, again.lines, strict=True):
+        np.testing.assert_allclose(one.get_xydata(), other.get_xydata())
+        assert one.get_color() == other.get_color()
+    with pytest.raises(ConfigError, match="Adam is not in the csv"):
+        drawn(*runs, plotted=table[table["curve"] == "nobody"])
