@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 SCALE  ?= auto
 ARGS   ?=
+EXTRA  ?=
 TESTS  ?= tests
 
 PY      := $(VENV)/bin/python
@@ -15,7 +16,7 @@ TABLES  := $(addprefix table-,$(shell seq 1 9))
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help $(FIGURES) $(TABLES) figures tables theory surprises claims status \
+.PHONY: FORCE help all $(FIGURES) $(TABLES) figures tables theory surprises claims status redraw report \
         bench-optimizer bench-training torture test lint \
         format setup setup-cluster lock docker docker-cpu clean distclean
 
@@ -25,7 +26,7 @@ help: # every line of this file that starts with two hashes, in order
 ## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
 ##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/
 $(FIGURES): figure-%: $(READY)
-	@$(PY) -m experiments figure $* scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments figure $* scale=$(SCALE) $(if $(EXTRA),extra=$(EXTRA)) $(ARGS)
 
 ##   table-1 … table-9      one table, in results/tables/
 $(TABLES): table-%: $(READY)
@@ -48,6 +49,14 @@ figures tables: $(READY)
 ##   status                 which runs are there, and the commands for those that are not
 theory surprises claims status: $(READY)
 	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
+
+##   report                 results/README.md and one page with everything, results/report.html
+##   redraw                 draw pictures again from their csv, after a change of colours
+report redraw: $(READY)
+	@$(PY) -m experiments $@ $(ARGS)
+
+##   all                    every figure, table and claim, and the report
+all: figures tables surprises claims report
 
 ##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/tables/
 bench-optimizer: $(READY)
@@ -132,6 +141,7 @@ distclean: clean
 ##
 ## Variables
 ##   SCALE=auto             paper, laptop, smoke; auto: paper where it fits this machine, else laptop
+##   EXTRA=my_optimizer     one more curve in a figure: a file of conf/optimizer, or several with commas
 ##   ARGS=                  more arguments for the command, as in ARGS="tracking=off force=true"
 ##   VENV=.venv             where the virtual environment is
 ##   PYTHON=python3         the Python that makes it, 3.11 or newer

@@ -6,6 +6,8 @@
     python -m experiments surprises     the same for what explains our surprises
     python -m experiments claims        theory, then judge every claim from the runs at hand
     python -m experiments status        what is there, and the commands for what is not
+    python -m experiments redraw        after a change of looks: every picture from its csv
+    python -m experiments report        results/README.md and results/report.html from what is there
 
 `all` instead of a number makes everything that is built. Words of the form key=value go to every
 run as behind run.py: scale=smoke tracking=off.
@@ -23,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
-from experiments.config import ConfigError
+from experiments.config import ConfigError, compose
 from experiments.record import commit, publish_figure
 from experiments.runs import Run, Spec, load_spec, specs
 from experiments.stopping import ASKED
@@ -80,7 +82,8 @@ def make_figure(name: str, overrides: Sequence[str]) -> None:
     config = next(iter(groups.values()))[0].config
     publish_figure(config.tracking, config.results, f"figure-{name}", stem.with_suffix(".png"))
     print(f"{stem}.png, .pdf and .csv drawn from {count} runs")
-    report(spec, groups)
+    judge(spec, groups)
+    keep_index("figure", name, groups)
 
 
 def table(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -98,7 +101,8 @@ def table(names: Sequence[str], overrides: Sequence[str]) -> None:
         else:
             write_table(spec, groups, stem)
         print(stem.with_suffix(".md").read_text())
-        report(spec, groups)
+        judge(spec, groups)
+        keep_index("table", name, groups)
 
 
 def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -106,7 +110,8 @@ def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> Non
     spec = load_spec("claim", name)
     groups = spec.expand(overrides)
     train_missing(groups, name)
-    report(spec, groups)
+    judge(spec, groups)
+    keep_index("claim", name, groups)
 
 
 def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -114,7 +119,28 @@ def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
     for kind in ("claim", "figure", "table"):
         for path in specs(kind):
             spec = load_spec(kind, path.stem)
-            report(spec, spec.expand(overrides))
+            groups = spec.expand(overrides)
+            judge(spec, groups)
+            keep_index(kind, path.stem, groups)
+
+
+def redraw(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Colours and dashes can change where the runs are not: the csv holds what is plotted."""
+    from experiments import figures, grids
+
+    for kind in ("figure", "table"):
+        for path in specs(kind):
+            spec = load_spec(kind, path.stem)
+            groups = spec.expand(overrides)
+            picture = place(groups, f"figures/{kind}-{path.stem}")
+            if not picture.with_suffix(".csv").exists():
+                continue
+            if spec.search:
+                rows = place(groups, f"tables/{kind}-{path.stem}")
+                drawn = grids.redraw_grid(spec, groups, rows, picture)
+            else:
+                drawn = figures.redraw(spec, groups, picture)
+            print(f"{picture}.png {'drawn again' if drawn else 'is up to date'}")
 
 
 def status(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -130,6 +156,13 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
                 print(f"    {run.status}: {run.command()}")
             if len(missing) > 3:
                 print(f"    … and {len(missing) - 3} more")
+
+
+def report(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.report import write_report
+
+    for path in write_report(compose(overrides).results):
+        print(path)
 
 
 def numbers(kind: str, names: Sequence[str]) -> list[str]:
@@ -169,7 +202,17 @@ def place(groups: Groups, name: str) -> Path:
     return config.results / (name if usual else f"{name}-{config.scale}")
 
 
-def report(spec: Spec, groups: Groups) -> None:
+def keep_index(kind: str, name: str, groups: Groups) -> None:
+    """Bring runs.csv up to date for one product."""
+    from experiments import index
+
+    made = {"figure": f"figures/figure-{name}.png", "table": f"tables/table-{name}.md"}
+    is_made = kind in made and place(groups, made[kind]).exists()
+    path = place(groups, "runs").with_suffix(".csv")
+    index.update(path, f"{kind}-{name}", all_runs(groups), is_made)
+
+
+def judge(spec: Spec, groups: Groups) -> None:
     """Judge the claims of a spec, print them, and bring claims.csv and claims.md up to date."""
     stem = place(groups, "claims")
     known = read_verdicts(stem.with_suffix(".csv"))
@@ -207,6 +250,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "surprises": partial(claim_file, "surprises"),
     "claims": claims,
     "status": status,
+    "redraw": redraw,
+    "report": report,
 }
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from scipy.special import stdtrit
 
 from experiments.config import ConfigError, one_line_errors
+from experiments.index import read_rows
 from experiments.record import write_text
 from experiments.runs import Run, Spec
 
@@ -214,10 +215,7 @@ def judge_spec(
 
 
 def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
-    if not path.exists():
-        return {}
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return {str(r["id"]): {str(k): str(v) for k, v in r.items()} for r in table.to_dict("records")}
+    return read_rows(path, "id")
 
 
 def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:

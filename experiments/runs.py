@@ -112,6 +112,7 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     title: str
+    shows: str = ""  # in the paper, in one sentence of ours
     note: str = ""
     seeds: PositiveInt
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run

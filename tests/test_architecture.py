@@ -16,8 +16,8 @@ ARROWS = {
     },
     "experiments.__main__": {
         "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
-        "experiments.grids", "experiments.record", "experiments.runs", "experiments.stopping",
-        "experiments.tables",
+        "experiments.grids", "experiments.index", "experiments.record", "experiments.report",
+        "experiments.runs", "experiments.stopping", "experiments.tables",
     },
     "experiments.execute": {
         "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.progress",
@@ -25,7 +25,7 @@ ARROWS = {
     },
     "experiments.checkpoint": {"experiments.config", "experiments.record"},
     "experiments.stopping": set(),
-    "experiments.bench": {"adashift", "experiments.config", "experiments.timing"},
+    "experiments.bench": {"adashift", "experiments.looks", "experiments.timing"},
     "experiments.timing": {"experiments.config"},
     "experiments.torture": {
         "experiments.config", "experiments.execute", "experiments.runs", "experiments.timing",
@@ -45,7 +45,13 @@ ARROWS = {
     },
     "experiments.models": {"experiments.models"},
     "experiments.data": {"experiments.data", "experiments.progress"},
-    "experiments.figures": {"experiments.config", "experiments.record", "experiments.runs"},
+    "experiments.figures": {"experiments.config", "experiments.looks", "experiments.runs"},
+    "experiments.looks": {"experiments.config"},
+    "experiments.index": {"experiments.record", "experiments.runs"},
+    "experiments.report": {
+        "experiments.claims", "experiments.figures", "experiments.index", "experiments.looks",
+        "experiments.record", "experiments.runs",
+    },
     "experiments.tables": {
         "experiments.claims", "experiments.config", "experiments.record", "experiments.runs",
     },
@@ -53,7 +59,9 @@ ARROWS = {
         "experiments.claims", "experiments.config", "experiments.figures", "experiments.record",
         "experiments.runs", "experiments.tables",
     },
-    "experiments.claims": {"experiments.config", "experiments.record", "experiments.runs"},
+    "experiments.claims": {
+        "experiments.config", "experiments.index", "experiments.record", "experiments.runs",
+    },
     "experiments.schedules": set(),
     "experiments.statistics": set(),
     "experiments.runs": {"experiments.config", "experiments.record"},

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from experiments import __main__ as cli
-from experiments import runs
+from experiments import figures, looks, runs
 from experiments.config import CONF, ROOT, ConfigError, compose
 from experiments.execute import execute
 from experiments.runs import Run, load_spec, specs
@@ -259,3 +259,20 @@ def test_figures_are_redrawn_without_torch(results):
     out = command("-c", code)
     assert out.returncode == 0, out.stderr
     assert (results / "figures/figure-01-smoke.png").exists()
+
+
+def test_pictures_are_redrawn_from_their_csv_when_looks_change(results, capsys, monkeypatch):
+    ask(results, "figure", "1")
+    picture = results / "figures/figure-01-smoke.png"
+    first = picture.read_bytes()
+    monkeypatch.setattr(cli, "specs", lambda kind: specs(kind)[: kind == "figure"])
+    ask(results, "redraw")
+    assert "is up to date" in capsys.readouterr().out and picture.read_bytes() == first
+    with monkeypatch.context() as m:
+        m.setattr(looks, "color_of", lambda optimizer: "#123456")
+        m.setattr(figures, "styles", lambda: {"adam": "another"})
+        m.setattr(Run, "metrics", lambda run: pytest.fail("a run was read"))
+        ask(results, "redraw")
+    assert "drawn again" in capsys.readouterr().out and picture.read_bytes() != first
+    ask(results, "redraw")
+    assert picture.read_bytes() == first  # the csv holds all that is plotted

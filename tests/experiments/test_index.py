@@ -1,0 +1,80 @@
+"""runs.csv: rows of runs made here and elsewhere, and what becomes of them."""
+
+import pytest
+
+from experiments import index, runs
+from experiments.config import compose
+from experiments.execute import execute
+from experiments.runs import Run
+
+PAIR = ["experiment=counterexample_stochastic", "scale=smoke", "tracking=off"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(compose([*PAIR, "optimizer=adam", f"results={tmp_path}"]))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "runs.csv"
+
+
+def test_a_row_says_what_the_record_says(run, file):
+    execute(run)
+    index.update(file, "figure-01", [run], is_made=True)
+    (row,) = index.read(file).values()
+    assert tuple(row) == index.COLUMNS
+    assert row["run"] == f"counterexample_stochastic/adam-{run.config.digest()}/seed=0"
+    assert (row["status"], row["seed"], row["serves"]) == ("finished", "0", "figure-01")
+    assert "lr=0.001 betas=[0,0.999]" in row["settings"] and "_target_" not in row["settings"]
+    assert float(row["seconds"]) == pytest.approx(run.info["seconds"], abs=0.06)
+    end = run.metrics()["theta"].iloc[-1]
+    assert f"theta={end:.5g}" in row["metrics"] and run.info["commit"].startswith(
+        row["commit"][:12]
+    )
+    assert "torch 2" in row["versions"] and row["command"] == run.command()
+
+
+def test_a_run_made_elsewhere_stands(run, file, tmp_path):
+    execute(run)
+    index.update(file, "figure-01", [run], is_made=True)
+    here = index.read(file)
+    away = Run(run.config.model_copy(update={"results": tmp_path / "other"}))
+    assert not away.done
+    index.update(file, "figure-01", [away], is_made=True)
+    assert index.read(file) == here
+    index.update(file, "table-01", [away], is_made=False)
+    assert index.read(file)[index.name_of(run)]["serves"] == "figure-01 table-01"
+
+
+def test_what_is_not_trained_has_no_row_unless_its_product_is_there(run, file):
+    index.update(file, "figure-01", [run], is_made=False)
+    assert not file.exists()
+    index.update(file, "figure-01", [run], is_made=True)
+    (row,) = index.read(file).values()
+    assert row["status"] == index.ELSEWHERE and row["seconds"] == "" and row["command"]
+    execute(run)
+    index.update(file, "figure-01", [run], is_made=True)
+    assert [row["status"] for row in index.read(file).values()] == ["finished"]
+
+
+def test_a_run_that_no_product_names_any_more_is_dropped(run, file, tmp_path, monkeypatch):
+    other = run.with_seed(1)
+    index.update(file, "figure-01", [run, other], is_made=True)
+    index.update(file, "table-01", [other], is_made=True)
+    index.update(file, "figure-01", [run], is_made=True)
+    serves = {row["seed"]: row["serves"] for row in index.read(file).values()}
+    assert serves == {"0": "figure-01", "1": "table-01"}
+    (tmp_path / "conf/figure").mkdir(parents=True)
+    (tmp_path / "conf/figure/01.yaml").touch()
+    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")  # there is no table 1 in it
+    index.update(file, "figure-01", [run], is_made=True)
+    assert [row["seed"] for row in index.read(file).values()] == ["0"]
+
+
+def test_nothing_new_leaves_the_file_alone(run, file):
+    index.update(file, "figure-01", [run], is_made=True)
+    before = file.stat().st_mtime_ns
+    index.update(file, "figure-01", [run], is_made=True)
+    assert file.stat().st_mtime_ns == before

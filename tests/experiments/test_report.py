@@ -1,0 +1,222 @@
+"""The page and the index of results: made from the committed files, and opened in Chromium."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import index
+from experiments.config import ROOT
+from experiments.report import as_html, duration, load_products, numbers, tally, write_report
+
+LIBRARY = importlib.util.spec_from_file_location("browser", ROOT / "tests/browser.py")
+browser = importlib.util.module_from_spec(LIBRARY)
+LIBRARY.loader.exec_module(browser)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The committed results alone, as in a fresh clone, with a page made of them."""
+    folder = tmp_path_factory.mktemp("results")
+    listed = subprocess.run(
+        ["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    assert listed, "the results are found by git"
+    for name in listed:
+        path = folder / Path(name).relative_to("results")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            path.symlink_to(ROOT / name)
+    (folder / "README.md").unlink(missing_ok=True)
+    write_report(folder)
+    return folder
+
+
+def test_the_index_of_results_has_every_figure_and_table(results):
+    text = (results / "README.md").read_text()
+    for product in load_products(results):
+        (line,) = [x for x in text.splitlines() if f"`{product.command}`" in x]
+        assert product.spec.shows in line and product.verdict in line
+        assert str(product.spec.seeds) in line
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (results / target).exists(), target
+
+
+def test_the_committed_index_is_up_to_date(results):
+    assert (ROOT / "results/README.md").read_text() == (results / "README.md").read_text(), (
+        "make report"
+    )
+
+
+def test_every_spec_says_what_the_paper_shows(results):
+    assert [p.name for p in load_products(results) if not p.spec.shows] == []
+
+
+def test_a_report_needs_neither_torch_nor_wandb(results):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from experiments.report import render, load_products\n"
+        f"load_products(Path({str(results)!r}))\n"
+        "assert not {'torch', 'wandb'} & sys.modules.keys()"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+
+
+def test_the_page_is_one_small_file_without_addresses(results):
+    page = (results / "report.html").read_text()
+    assert len(page) < 5e6
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)[^"']*""", page)
+    assert not re.findall(r"url\((?!#)|@import|/root/|/work/", page)
+
+
+def test_a_hostile_text_cannot_leave_its_place(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# title\n\na <b> & **c** `d`\n\n| | x \\| y |\n|---|---|\n| <script> | 1 |\n")
+    assert as_html(page) == (
+        "<p>a &lt;b&gt; &amp; <b>c</b> <code>d</code></p>\n"
+        '<div class="scroll"><table><thead><tr><th></th><th>x | y</th></tr></thead>'
+        "<tbody><tr><td>&lt;script&gt;</td><td>1</td></tr></tbody></table></div>"
+    )
+
+
+def test_a_curve_is_thinned_and_keeps_its_end():
+    steps = pd.DataFrame({"step": range(1000), "mean": 1.0, "sd": 0.0, "curve": "a"})
+    steps["diverged"] = [None] * 997 + ["2 3", None, None]
+    thin = numbers(steps, "", is_log=False)
+    assert 200 < len(thin["x"]) <= 300 and (thin["x"][0], thin["x"][-1]) == (0, 999)
+    assert numbers(steps, "", is_log=True)["x"][:4] == [0, 1, 2, 3]
+    assert thin["crosses"] == [(997, 2.0), (997, 3.0)]
+
+
+def test_words():
+    rows = [{"verdict": v} for v in ("holds", "fails", "holds", "inconclusive")]
+    assert tally(rows) == "2 hold, 1 inconclusive, 1 fails"
+    assert [duration(s) for s in (7.2, 600, 9000)] == ["7 s", "10 min", "2.5 h"]
+
+
+# -- in Chromium -------------------------------------------------------------------------------
+
+needs_chromium = pytest.mark.skipif(
+    browser.CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def page(results, tmp_path_factory):
+    if browser.CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    address = (results / "report.html").as_uri()
+    with browser.Page(tmp_path_factory.mktemp("profile"), address) as page:
+        yield page
+
+
+@needs_chromium
+def test_it_opens_without_errors_and_every_picture_loads(results, page):
+    pictures = sum(p.picture is not None for p in load_products(results))
+    page.until("[...document.images].every(i => i.complete)")
+    assert page.value("[...document.images].filter(i => i.naturalWidth > 300).length") == pictures
+    assert page.value("document.querySelectorAll('.panel svg .curve').length") > 300
+    assert page.value("document.querySelectorAll('.panel path[d*=NaN]').length") == 0
+    assert page.problems == []
+
+
+def choose(page, control, value):
+    page.value(
+        f"(c => {{ c.value = {json.dumps(value)}; c.dispatchEvent(new Event('input')); }})"
+        f"(document.querySelector({json.dumps(control)}))"
+    )
+
+
+@needs_chromium
+def test_the_filters_of_runs_work(results, page):
+    rows = list(index.read(results / "runs.csv").values())
+    count = "document.querySelector('#run-filters output').textContent"
+    assert page.value(count) == f"{len(rows)} of {len(rows)}"
+    for key in ("experiment", "optimizer", "status"):
+        wanted = rows[0][key]
+        alike = sum(row[key] == wanted for row in rows)
+        choose(page, f"#run-filters select[data-key={key}]", wanted)
+        assert page.value(count) == f"{alike} of {len(rows)}"
+        choose(page, f"#run-filters select[data-key={key}]", "")
+    choose(page, "#run-filters input", "Figure-03 adam seed=4")
+    assert page.value(count) == f"1 of {len(rows)}"
+    shown = page.value("document.querySelector('#run-table tbody').textContent")
+    assert "mnist_mlp" in shown and "lr=0.001" in shown
+    choose(page, "#run-filters input", "no such run")
+    assert page.value("document.querySelectorAll('#run-table tbody tr').length") == 0
+    choose(page, "#run-filters input", "")
+    page.value("document.querySelector('#more').click()")
+    assert page.value("document.querySelectorAll('#run-table tbody tr').length") == 240
+    assert page.problems == []
+
+
+@needs_chromium
+def test_the_filter_of_claims_works(results, page):
+    claims = pd.read_csv(results / "claims.csv")
+    choose(page, "#claim-filters select", "fails")
+    shown = "[...document.querySelectorAll('#claim-table tbody tr')].filter(r => r.offsetHeight)"
+    assert page.value(f"{shown}.length") == (claims["verdict"] == "fails").sum()
+    assert page.value(f"{shown}.every(r => r.textContent.includes('✗'))")
+    choose(page, "#claim-filters select", "")
+
+
+FIRST = "document.querySelector('#figure-01 .panel')"
+
+
+@needs_chromium
+def test_curves_are_switched_off_and_on(page):
+    lines = f"{FIRST}.querySelectorAll('svg[role] .curve').length"
+    assert page.value(lines) == 3
+    page.value(f"{FIRST}.querySelector('.legend button').click()")
+    assert page.value(lines) == 2
+    page.value(f"{FIRST}.querySelector('.legend button').click()")
+    assert page.value(lines) == 3
+    page.value(f"{FIRST}.querySelector('.legend button').dispatchEvent(new Event('dblclick'))")
+    assert page.value(lines) == 1
+    page.value(f"{FIRST}.querySelector('.legend button').dispatchEvent(new Event('dblclick'))")
+    assert page.value(lines) == 3 and page.problems == []
+
+
+@needs_chromium
+def test_a_panel_is_zoomed_with_the_mouse_and_tells_its_numbers(page):
+    page.value(f"{FIRST}.scrollIntoView({{block: 'center'}})")
+    ticks = f"[...{FIRST}.querySelectorAll('svg[role] text')].map(t => t.textContent).join(' ')"
+    box = page.value(f"JSON.stringify({FIRST}.querySelector('svg[role]').getBoundingClientRect())")
+    left, top, width, height = (json.loads(box)[k] for k in ("left", "top", "width", "height"))
+    before = page.value(ticks)
+    page.mouse("mouseMoved", left + width / 2, top + height / 2, buttons=0)
+    assert "Adam (β1 = 0, β2 = 0.999)" in page.value(f"{FIRST}.querySelector('.tip').textContent")
+    page.mouse("mousePressed", left + width * 0.5, top + height * 0.3)
+    page.mouse("mouseMoved", left + width * 0.7, top + height * 0.6)
+    page.mouse("mouseReleased", left + width * 0.7, top + height * 0.6, buttons=0)
+    assert page.value(ticks) != before and page.value(f"{FIRST}.classList.contains('zoomed')")
+    page.value(f"{FIRST}.querySelector('h4 button').click()")
+    assert page.value(ticks) == before and page.problems == []
+
+
+@needs_chromium
+def test_a_phone_needs_no_sideways_scrolling_and_the_theme_changes(page):
+    page.resize(390, 844)
+    assert page.value("document.documentElement.scrollWidth") <= 390
+    page.resize(1280, 900)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.value(ground)
+    page.value("document.querySelector('#theme').click()")
+    assert page.value(ground) != light
+    page.value("document.querySelector('#theme').click()")
+    assert page.value(ground) == light
+
+
+@needs_chromium
+def test_it_prints_pictures_instead_of_controls(page):
+    page.call("Emulation.setEmulatedMedia", media="print")
+    shown = "getComputedStyle(document.querySelector('#figure-01 .{}')).display"
+    assert page.value(shown.format("picture")) == "block"
+    assert page.value(shown.format("panels")) == "none"
+    page.call("Emulation.setEmulatedMedia", media="screen")
