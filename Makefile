@@ -26,7 +26,7 @@ help: # every line of this file that starts with two hashes, in order
 ## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
 ##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/
 $(FIGURES): figure-%: $(READY)
-	@$(PY) -m experiments figure $* scale=$(SCALE) $(if $(EXTRA),extra=$(EXTRA)) $(ARGS)
+	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* scale=$(SCALE) $(ARGS)
 
 ##   table-1 … table-9      one table, in results/tables/
 $(TABLES): table-%: $(READY)

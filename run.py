@@ -46,5 +46,6 @@ def clean_exit() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # optimizer._target_=my_module.MyOptimizer, whoever's it is
     with clean_exit():
         main()

@@ -6,6 +6,7 @@
     python -m experiments surprises     the same for what explains our surprises
     python -m experiments claims        theory, then judge every claim from the runs at hand
     python -m experiments status        what is there, and the commands for what is not
+    python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments redraw        after a change of looks: every picture from its csv
     python -m experiments report        results/README.md and results/report.html from what is there
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError, compose
 from experiments.record import commit, publish_figure
-from experiments.runs import Run, Spec, load_spec, specs
+from experiments.runs import Run, Spec, load_spec, spec_path, specs
 from experiments.stopping import ASKED
 
 PREFIXES = "TFCIJKLS"
@@ -44,11 +45,18 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("what", choices=sorted(COMMANDS), metavar="what")
     parser.add_argument("words", nargs="*", metavar="number|all|key=value")
+    parser.add_argument("--extra", metavar="optimizer,…", help="more curves, for figures alone")
     parsed = parser.parse_args(arguments)
     overrides = [word for word in parsed.words if "=" in word]
     names = [word for word in parsed.words if "=" not in word]
     refuse_other_runs(overrides)
-    COMMANDS[parsed.what](names, overrides)
+    if parsed.extra and parsed.what != "figure":
+        raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
+    if parsed.extra:
+        for name in numbers("figure", names):
+            make_figure_with(parsed.extra.split(","), name, overrides)
+    else:
+        COMMANDS[parsed.what](names, overrides)
 
 
 def refuse_other_runs(overrides: Sequence[str]) -> None:
@@ -84,6 +92,23 @@ def make_figure(name: str, overrides: Sequence[str]) -> None:
     print(f"{stem}.png, .pdf and .csv drawn from {count} runs")
     judge(spec, groups)
     keep_index("figure", name, groups)
+
+
+def make_figure_with(extra: Sequence[str], name: str, overrides: Sequence[str]) -> None:
+    """A copy of a figure with curves of other optimizers; the usual ones come from its csv."""
+    usual = load_spec("figure", name)
+    spec = usual.with_extra(extra)
+    groups = spec.expand(overrides)
+    if spec.runs == usual.runs:
+        raise ConfigError(f"figure {name} has no panel of curves, so there is no place for another")
+    drawn = place(groups, f"figures/figure-{name}").with_suffix(".csv")
+    wanted = {n: runs for n, runs in groups.items() if n not in usual.runs or not drawn.exists()}
+    train_missing(wanted, f"figure {name} with {', '.join(extra)}")
+    from experiments.figures import draw, read_plotted
+
+    stem = place(groups, f"figures/figure-{name}-with-{'-'.join(extra)}")
+    draw(spec, groups, stem, read_plotted(drawn), source="with others")
+    print(f"{stem}.png, .pdf and .csv drawn")
 
 
 def table(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -171,12 +196,13 @@ def numbers(kind: str, names: Sequence[str]) -> list[str]:
         raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
     if "all" in names:
         return [path.stem for path in specs(kind)]
+    own = [name for name in names if spec_path(kind, name).exists()]
     for name in names:
-        if not name.isdecimal() or not 1 <= int(name) <= COUNTS[kind]:
+        if name not in own and not (name.isdecimal() and 1 <= int(name) <= COUNTS[kind]):
             raise ConfigError(
                 f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
             )
-    return [f"{int(name):02d}" for name in names]
+    return [name if name in own else f"{int(name):02d}" for name in names]
 
 
 def train_missing(groups: Groups, title: str) -> bool:

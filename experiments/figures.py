@@ -76,9 +76,16 @@ def values_of(run: Run, metric: str) -> pd.Series:
 
 
 def draw(
-    spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path, plotted: pd.DataFrame | None = None
+    spec: Spec,
+    groups: Mapping[str, Sequence[Run]],
+    stem: Path,
+    plotted: pd.DataFrame | None = None,
+    source: str | None = None,
 ) -> None:
-    """Write stem.png, stem.pdf and stem.csv; from what was `plotted` before, no run is read."""
+    """Write stem.png, stem.pdf and stem.csv; the runs of a curve that was `plotted` are not read.
+
+    The picture carries the digest of what it was made from, or `source`.
+    """
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
     figure, axes = plt.subplots(
@@ -94,20 +101,22 @@ def draw(
         ax.remove()
     finish(figure, spec, groups)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    if plotted is None:
-        save(figure, stem, digest(spec, groups))
-        table = pd.concat(numbers)
-        table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
-    else:
-        save(figure, stem, f"{digest_of_looks(spec)} {source(stem).split()[-1]}")
+    save(figure, stem, source or digest(spec, groups))
+    table = pd.concat(numbers)
+    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
 
 
 def redraw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
     """Draw again from the csv if the look has changed since; the runs may be elsewhere."""
-    if source(stem).split()[0] == digest_of_looks(spec):
+    look, runs = digest_of_looks(spec), source_of(stem).split()[-1]
+    if source_of(stem).split()[0] == look:
         return False
-    draw(spec, groups, stem, pd.read_csv(stem.with_suffix(".csv")))
+    draw(spec, groups, stem, read_plotted(stem.with_suffix(".csv")), source=f"{look} {runs}")
     return True
+
+
+def read_plotted(path: Path) -> pd.DataFrame | None:
+    return pd.read_csv(path) if path.exists() else None
 
 
 def draw_panel(
@@ -156,17 +165,16 @@ def curves(
     stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
     that are orders of magnitude apart a mean would show the worst alone.
     """
-    if plotted is None:
-        plotted = pd.concat([numbers_of(group, metric, smooth, orders) for group in groups])
+    known = [] if plotted is None else list(plotted["curve"])
+    new = [numbers_of(g, metric, smooth, orders) for g in groups if g.label not in known]
+    table = pd.concat([*([] if plotted is None else [plotted]), *new])
     for group in groups:
-        part = plotted[plotted["curve"] == group.label].set_index("step")
-        if part.empty:
-            raise ConfigError(f"{group.label} is not in the csv: its runs must be made first")
+        part = table[table["curve"] == group.label].set_index("step")
         draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     ax.legend(loc=legend, fontsize=8)
-    return plotted
+    return table
 
 
 def prefix_of(smooth: int, orders: bool) -> str:
@@ -207,6 +215,8 @@ def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
 
 def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
     """What is drawn of one curve: a row for each step."""
+    if not all(run.done for run in group.runs):
+        raise ConfigError(f"the runs of {group.label} are not here, nor is it in the csv")
     raw = np.log10(group.table(metric)) if orders else group.table(metric)
     table = box_mean(raw, smooth)
     numbers = over_seeds(raw)
@@ -340,7 +350,7 @@ def short_hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def source(stem: Path) -> str:
+def source_of(stem: Path) -> str:
     """What a picture was made from: a digest of its look, and one of its runs."""
     with Image.open(stem.with_suffix(".png")) as image:
         return str(image.info.get("Source") or "unknown")
@@ -348,7 +358,7 @@ def source(stem: Path) -> str:
 
 def up_to_date(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
     files = [stem.with_suffix(s) for s in (".png", ".pdf", ".csv")]
-    return all(f.exists() for f in files) and source(stem) == digest(spec, groups)
+    return all(f.exists() for f in files) and source_of(stem) == digest(spec, groups)
 
 
 def save(figure: Figure, stem: Path, source: str) -> None:

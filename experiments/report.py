@@ -65,7 +65,11 @@ class Product:
 
     @property
     def command(self) -> str:
-        return f"make {self.kind}-{int(self.number)}" if self.number.isdigit() else "make theory"
+        if self.kind == "claim":
+            return "make theory"
+        if self.number.isdigit():
+            return f"make {self.kind}-{int(self.number)}"
+        return f"python -m experiments {self.kind} {self.number}"
 
     @property
     def claims(self) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -129,6 +130,27 @@ class Spec(BaseModel):
         for name, search in self.search.items():
             self.runs |= search.runs(name)
         return self
+
+    def with_extra(self, optimizers: Sequence[str]) -> Self:
+        """A curve for each of these optimizers in every panel of curves, on the panel's problem."""
+        runs, panels = dict(self.runs), []
+        for panel in self.panels:
+            names = dict(
+                panel["runs"] if isinstance(panel["runs"], dict) else dict.fromkeys(panel["runs"])
+            )
+            if panel["draw"].endswith(".curves"):
+                problem = self.problem_of(list(names))
+                for optimizer in optimizers:
+                    name = " ".join([optimizer, *problem])
+                    runs[name] = [*problem, f"optimizer={optimizer}"]
+                    names[name] = None
+            panels.append(panel | {"runs": names})
+        return self.model_copy(update={"runs": runs, "panels": panels})
+
+    def problem_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What most of these runs are asked for beside their optimizer."""
+        asked = [tuple(w for w in self.runs[n] if not w.startswith("optimizer")) for n in names]
+        return Counter(asked).most_common(1)[0][0]
 
     def settings(self, overrides: Sequence[str]) -> dict[str, Run]:
         """Name → run with the first seed; `overrides` come last and hold for all of them."""

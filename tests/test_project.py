@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = ["requirements.lock", "requirements-cluster.lock"]
 FILES = [
     *LOCKS,
-    *("pyproject.toml", "Makefile", "Dockerfile", ".ci/run", "LICENSE"),
+    *("pyproject.toml", "CHANGELOG.md", "Makefile", "Dockerfile", ".ci/run", "LICENSE"),
     *(".dockerignore", ".gitignore", ".gitattributes"),
 ]
 
@@ -32,7 +34,7 @@ def make(tmp_path):
     stamp.touch()
     newest = max((ROOT / f).stat().st_mtime for f in ("requirements.lock", "pyproject.toml"))
     os.utime(stamp, (newest + 1, newest + 1))
-    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "TESTS", "PYTHON")
+    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "EXTRA", "TESTS", "PYTHON")
     env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
 
     def run(*arguments):
@@ -98,10 +100,24 @@ def test_help_is_the_default_and_needs_no_environment(make, tmp_path):
         ("theory", "theory scale=auto"),
         ("claims", "claims scale=auto"),
         ("status", "status scale=auto"),
+        ("report", "report"),
+        ("redraw", "redraw"),
     ],
 )
 def test_target_runs_its_command(make, tmp_path, target, arguments):
     assert make("-n", target).stdout.strip() == f"{tmp_path}/bin/python -m experiments {arguments}"
+
+
+def test_all_is_every_figure_table_and_claim_and_then_the_report(make):
+    words = [
+        line.split("experiments ")[1].split()[0] for line in make("-n", "all").stdout.splitlines()
+    ]
+    assert words == ["figure", "table", "claims", "report"]
+
+
+def test_a_figure_can_have_another_curve(make):
+    command = make("-n", "figure-3", "EXTRA=lion").stdout
+    assert command.strip().endswith("-m experiments --extra lion figure 3 scale=auto")
 
 
 def test_scale_and_arguments_are_passed_on(make):
@@ -212,3 +228,37 @@ def test_importing_the_package_imports_no_experiment_tools():
     assert answer.returncode == 0, answer.stderr
     tools = {"hydra", "omegaconf", "wandb", "matplotlib", "pandas", "pydantic", "experiments"}
     assert not tools & set(answer.stdout.split())
+
+
+def test_the_wheel_has_the_package_alone_and_needs_no_experiment_tools(tmp_path):
+    copy = tmp_path / "source"  # setuptools writes beside what it builds
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("adashift", "experiments", "conf", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
+    answer = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"adashift"}
+    assert {"adashift/py.typed", "adashift/kernel.c", "adashift/optimizer.py"} <= set(names)
+    blocked = "hydra", "omegaconf", "wandb", "matplotlib", "pandas", "pydantic"
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked}))\n"
+        f"sys.path.insert(0, {str(wheel)!r})\n"
+        "import adashift, adashift.probe, torch\n"
+        "assert '.whl' in adashift.__file__\n"
+        "p = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = adashift.AdaShift([p], lr=0.1, n=1)\n"
+        "for _ in range(3):\n    p.grad = p.detach().clone()\n    optimizer.step()\n"
+        "assert p[0] < 1; print(adashift.__version__)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert f"adashift-{answer.stdout.strip()}-" in wheel.name

@@ -17,6 +17,7 @@ class FakeRun:
     values: list
     seed: int
     status: str = "finished"
+    done: bool = True
     config: SimpleNamespace = field(init=False)
 
     def __post_init__(self):
@@ -77,5 +78,6 @@ def test_a_curve_is_drawn_the_same_from_its_csv(tmp_path):
     for one, other in zip(ax.lines, again.lines, strict=True):
         np.testing.assert_allclose(one.get_xydata(), other.get_xydata())
         assert one.get_color() == other.get_color()
-    with pytest.raises(ConfigError, match="Adam is not in the csv"):
+    runs[0].done = False
+    with pytest.raises(ConfigError, match="runs of Adam are not here"):
         drawn(*runs, plotted=table[table["curve"] == "nobody"])
