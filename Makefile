@@ -46,9 +46,13 @@ figures tables: $(READY)
 ##   theory                 the runs behind the claims on lemmas and theorems
 ##   surprises              the experiments that say why we see something else than the paper
 ##   claims                 judge every claim of the paper from the records: results/claims.md
-##   status                 which runs are there, and the commands for those that are not
-theory surprises claims status: $(READY)
+theory surprises claims: $(READY)
 	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
+
+##   status                 runs that are there, running, failed (with the error) or missing, and the time that
+##                          is left; FIGURE=4 or TABLE=5 for one, with the commands for what is missing
+status: $(READY)
+	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) scale=$(SCALE) $(ARGS)
 
 ##   report                 results/README.md and one page with everything, results/report.html
 ##   redraw                 draw pictures again from their csv, after a change of colours

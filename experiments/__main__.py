@@ -5,7 +5,8 @@
     python -m experiments theory        the same for the lemmas and theorems
     python -m experiments surprises     the same for what explains our surprises
     python -m experiments claims        theory, then judge every claim from the runs at hand
-    python -m experiments status        what is there, and the commands for what is not
+    python -m experiments status        what is there, what failed and why, the time that is left
+    python -m experiments status figure-4 table-5    … of these, with commands for what is missing
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments redraw        after a change of looks: every picture from its csv
     python -m experiments report        results/README.md and results/report.html from what is there
@@ -21,13 +22,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError, compose
-from experiments.record import commit, publish_figure
+from experiments.record import publish_figure
 from experiments.runs import Run, Spec, load_spec, spec_path, specs
 from experiments.stopping import ASKED
 
@@ -169,18 +170,26 @@ def redraw(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def status(names: Sequence[str], overrides: Sequence[str]) -> None:
-    for kind in ("figure", "table", "claim"):
-        for path in specs(kind):
-            runs = all_runs(load_spec(kind, path.stem).expand(overrides))
-            missing = [run for run in runs if not run.done]
-            print(f"{kind} {path.stem}: {len(runs) - len(missing)} of {len(runs)} runs are there")
-            other = sum(run.done and run.info["commit"] != commit() for run in runs)
-            if other:
-                print(f"    {other} were made at another commit than the code has now")
-            for run in missing[:3]:
-                print(f"    {run.status}: {run.command()}")
-            if len(missing) > 3:
-                print(f"    … and {len(missing) - 3} more")
+    from experiments.status import lines_of, strays
+
+    known = set[Path]()
+    for kind, name in asked_for(names):
+        runs = all_runs(load_spec(kind, name).expand(overrides))
+        known |= {run.folder for run in runs}
+        print("\n".join(lines_of(f"{kind} {name}", runs, full=bool(names))), flush=True)
+    for line in [] if names else strays(compose(overrides).results, known):
+        print(line)
+
+
+def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Kind and name of specs from words as `make` has them, figure-4; without any, of all."""
+    for word in names:
+        kind, _, name = word.partition("-")
+        if kind not in COUNTS:
+            raise ConfigError(f"status of {word}? Give figure-4, table-5 …, or nothing for all")
+        yield from ((kind, number) for number in numbers(kind, [name]))
+    if not names:
+        yield from ((kind, p.stem) for kind in ("figure", "table", "claim") for p in specs(kind))
 
 
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:

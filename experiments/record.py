@@ -181,6 +181,12 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def status_of(folder: Path) -> str:
+    """missing, running, killed, interrupted, failed, diverged or finished."""
+    status = str(read_info(folder).get("status", "missing"))
+    return "killed" if status == "running" and not is_locked(folder) else status
+
+
 def is_final(folder: Path) -> bool:
     return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
 

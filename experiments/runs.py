@@ -58,9 +58,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """missing, running, killed, interrupted, failed, diverged or finished."""
-        status = str(self.info.get("status", "missing"))
-        return "killed" if status == "running" and not record.is_locked(self.folder) else status
+        return record.status_of(self.folder)
 
     @property
     def done(self) -> bool:

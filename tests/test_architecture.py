@@ -17,8 +17,9 @@ ARROWS = {
     "experiments.__main__": {
         "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
         "experiments.grids", "experiments.index", "experiments.record", "experiments.report",
-        "experiments.runs", "experiments.stopping", "experiments.tables",
+        "experiments.runs", "experiments.status", "experiments.stopping", "experiments.tables",
     },
+    "experiments.status": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.execute": {
         "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.progress",
         "experiments.record", "experiments.runs", "experiments.stopping", "experiments.task",

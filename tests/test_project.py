@@ -34,7 +34,7 @@ def make(tmp_path):
     stamp.touch()
     newest = max((ROOT / f).stat().st_mtime for f in ("requirements.lock", "pyproject.toml"))
     os.utime(stamp, (newest + 1, newest + 1))
-    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "EXTRA", "TESTS", "PYTHON")
+    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "EXTRA", "TESTS", "PYTHON", "FIGURE", "TABLE")
     env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
 
     def run(*arguments):
@@ -123,6 +123,11 @@ def test_a_figure_can_have_another_curve(make):
 def test_scale_and_arguments_are_passed_on(make):
     commands = make("-n", "figure-8", "SCALE=smoke", "ARGS=seed=3 tracking=off").stdout
     assert commands.strip().endswith("figure 8 scale=smoke seed=3 tracking=off")
+
+
+def test_the_status_of_one_figure(make):
+    commands = make("-n", "status", "FIGURE=4", "TABLE=5 6").stdout
+    assert commands.strip().endswith("status figure-4 table-5 table-6 scale=auto")
 
 
 @pytest.mark.parametrize("target", ["figure-0", "figure-25", "figure-99", "figure-01", "table-10"])

@@ -128,16 +128,6 @@ def test_claims_are_judged_and_written(results, capsys):
     assert order == sorted(order, key=cli.natural)
 
 
-def test_status_names_the_commands_of_missing_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "specs", lambda kind: specs(kind)[:1])  # all of them take a minute
-    ask(tmp_path, "status")
-    text = capsys.readouterr().out
-    assert (
-        "figure 01: 0 of 60 runs are there" in text and "missing: python run.py experiment=" in text
-    )
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

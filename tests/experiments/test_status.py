@@ -1,0 +1,123 @@
+"""What the status says of runs that are there, failed, killed, running or missing."""
+
+import json
+import shlex
+
+import pytest
+
+from experiments import __main__ as cli
+from experiments import runs, status
+from experiments.config import ConfigError, compose
+from experiments.execute import execute, execute_all
+from experiments.record import locked
+from experiments.runs import Run, load_spec
+
+SPEC = """
+title: Figure 1. A test
+seeds: 2
+base: [experiment=mnist_lr]
+runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
+"""
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capsys):
+    """The status of a small figure, as lines; `ask.runs` are its runs."""
+    (tmp_path / "figure").mkdir()
+    (tmp_path / "figure/01.yaml").write_text(SPEC)
+    monkeypatch.setattr(runs, "CONF", tmp_path)
+    words = [f"results={tmp_path / 'results'}", "scale=smoke", "tracking=off"]
+
+    def ask(*names):
+        status.finished.cache_clear()
+        capsys.readouterr()
+        cli.main(["status", *names, *words])
+        return capsys.readouterr().out.splitlines()
+
+    ask.runs = [run for group in load_spec("figure", "01").expand(words).values() for run in group]
+    ask.words = words
+    return ask
+
+
+def change(run, **values):
+    path = run.folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_nothing_is_there_yet(ask, tmp_path):
+    assert ask() == ["figure 01: 4 missing of 4 runs; 4 of unknown length"]
+    _, *rest = ask("figure-1")
+    assert rest[0] == f"    missing: {ask.runs[0].command()}"
+    assert rest[-1] == "    … and 1 more" and len(rest) == 4
+    assert not (tmp_path / "results").exists()
+
+
+def test_every_state_is_counted(ask):
+    for run in ask.runs[:3]:
+        execute(run)
+    change(ask.runs[1], status="diverged")
+    change(ask.runs[2], status="running")
+    with locked(ask.runs[2].folder):
+        assert ask()[0].startswith("figure 01: 1 finished, 1 diverged, 1 running, 1 missing of 4")
+    line, *rest = ask()
+    assert line.startswith("figure 01: 1 finished, 1 diverged, 1 killed, 1 missing of 4 runs")
+    assert rest[0].startswith("    killed: ") and "memory" in rest[0]
+    assert rest[1] == f"        {ask.runs[2].command()}"
+
+
+def test_a_failure_is_told_with_the_command_that_tries_again(ask, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("can't allocate\nmemory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torch.optim.Adam.step", fail)
+        with pytest.raises(ConfigError, match="2 of 4 runs failed"):
+            execute_all(ask.runs, "figure 1")
+    line, *rest = ask()
+    assert line.startswith("figure 01: 2 finished, 2 failed of 4 runs; about ")
+    assert rest[0] == """    failed: RuntimeError("can't allocate\\nmemory")"""
+    words = shlex.split(rest[1])[2:]
+    again = Run(compose([*words, *ask.words]))
+    assert again.folder == ask.runs[0].folder and execute(again) == "finished"
+    assert "3 finished, 1 failed" in ask()[0]
+
+
+def test_the_time_that_is_left_is_that_of_runs_alike(ask, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    adam, _, adashift, _ = ask.runs
+    execute(adam)
+    change(adam, seconds=300, machine={"system": "another"})
+    # Nothing else is known: three runs of 300 s, two at a time.
+    assert ask()[0].endswith("; about 7.5 min left")
+    execute(adashift)
+    change(adashift, seconds=100)
+    # This machine's, although of another optimizer: 100 s each.
+    assert ask()[0].endswith("; about 1.7 min left")
+    change(adam, machine=json.loads((adashift.folder / "run.json").read_text())["machine"])
+    # Each optimizer its own: 300 s and 100 s.
+    assert ask()[0].endswith("; about 3.3 min left")
+
+
+def test_runs_of_no_figure_are_told_too(ask):
+    stray = Run(compose(["experiment=mnist_lr", "optimizer=adam", "optimizer.lr=0.3", *ask.words]))
+    execute(stray)
+    assert ask()[-1] == "other runs: 1 finished"
+    change(stray, status="failed", error="MemoryError()")
+    assert ask()[-3:] == [
+        "other runs: 1 failed",
+        "    failed: MemoryError()",
+        f"        {stray.command()}",
+    ]
+
+
+@pytest.mark.parametrize(("word", "message"), [("mnist", "status of mnist"), ("figure-99", "99")])
+def test_an_unknown_name_is_refused(ask, word, message):
+    with pytest.raises(ConfigError, match=message):
+        ask(word)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.5, "0.5 s"), (59, "59 s"), (90, "1.5 min"), (90000, "1 d")]
+)
+def test_time_is_spoken_in_one_unit(seconds, words):
+    assert status.spoken(seconds) == words
