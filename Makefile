@@ -12,11 +12,12 @@ PY      := $(VENV)/bin/python
 READY   := $(VENV)/.installed
 FIGURES := $(addprefix figure-,$(shell seq 1 24))
 TABLES  := $(addprefix table-,$(shell seq 1 9))
+SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help all $(FIGURES) $(TABLES) figures tables theory surprises claims status redraw report \
+.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
         bench-optimizer bench-training torture test lint \
         format setup setup-cluster lock docker docker-cpu clean distclean
 
@@ -53,6 +54,10 @@ theory surprises claims: $(READY)
 ##                          is left; FIGURE=4 or TABLE=5 for one, with the commands for what is missing
 status: $(READY)
 	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) scale=$(SCALE) $(ARGS)
+
+##   sweep-lr, sweep-n …    a search of conf/sweep, with ARGS="experiment=mnist_mlp optimizer=adam 'seed=range(0,3)'"
+$(SWEEPS): sweep-%: $(READY)
+	@$(PY) run.py -m sweep=$* scale=$(SCALE) $(ARGS)
 
 ##   report                 results/README.md and one page with everything, results/report.html
 ##   redraw                 draw pictures again from their csv, after a change of colours

@@ -2,6 +2,8 @@
 
 python run.py experiment=counterexample_stochastic optimizer=adashift
 python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift seed=range(0,4)
+python run.py -m sweep=lr experiment=mnist_mlp optimizer=adam
+python run.py -m runs=figure-9
 """
 
 import os
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.config import ConfigError, one_line_errors, resolve
@@ -24,10 +27,15 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> None:
-    with clean_exit():
-        run = Run(resolve(cfg, HydraConfig.get().runtime.choices))
-        print(execute(run, announce=print))
+def main(cfg: DictConfig) -> str:
+    about = HydraConfig.get()
+    alone = about.mode != RunMode.MULTIRUN
+    with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
+        run = Run(resolve(cfg, about.runtime.choices))
+        # A sweep does its other runs while another process trains this one.
+        end = execute(run, announce=print, wait=alone)
+        print(end)
+    return end
 
 
 @contextmanager

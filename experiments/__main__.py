@@ -22,20 +22,27 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError, compose
 from experiments.record import publish_figure
-from experiments.runs import Run, Spec, load_spec, spec_path, specs
+from experiments.runs import (
+    Groups,
+    Spec,
+    all_runs,
+    asked_for,
+    everything,
+    load_spec,
+    numbers,
+    refuse_other_runs,
+    specs,
+)
 from experiments.stopping import ASKED
 
 PREFIXES = "TFCIJKLS"
-ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "force")
-COUNTS = {"figure": 24, "table": 9}
-Groups = Mapping[str, Sequence[Run]]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -58,17 +65,6 @@ def main(arguments: Sequence[str]) -> None:
             make_figure_with(parsed.extra.split(","), name, overrides)
     else:
         COMMANDS[parsed.what](names, overrides)
-
-
-def refuse_other_runs(overrides: Sequence[str]) -> None:
-    """A figure of the paper is made of the runs that its file names, whatever is asked here."""
-    for word in overrides:
-        key = word.lstrip("+~").split("=")[0].split(".")[0]
-        if key not in ABOUT_THE_MACHINE:
-            raise ConfigError(
-                f"{word}: only {', '.join(ABOUT_THE_MACHINE)} can be set here, the rest stands in "
-                "conf/; run.py makes any other run"
-            )
 
 
 def figure(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -173,7 +169,7 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.status import lines_of, strays
 
     known = set[Path]()
-    for kind, name in asked_for(names):
+    for kind, name in asked_for(names) if names else everything():
         runs = all_runs(load_spec(kind, name).expand(overrides))
         known |= {run.folder for run in runs}
         print("\n".join(lines_of(f"{kind} {name}", runs, full=bool(names))), flush=True)
@@ -181,37 +177,11 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
         print(line)
 
 
-def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Kind and name of specs from words as `make` has them, figure-4; without any, of all."""
-    for word in names:
-        kind, _, name = word.partition("-")
-        if kind not in COUNTS:
-            raise ConfigError(f"status of {word}? Give figure-4, table-5 …, or nothing for all")
-        yield from ((kind, number) for number in numbers(kind, [name]))
-    if not names:
-        yield from ((kind, p.stem) for kind in ("figure", "table", "claim") for p in specs(kind))
-
-
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.report import write_report
 
     for path in write_report(compose(overrides).results):
         print(path)
-
-
-def numbers(kind: str, names: Sequence[str]) -> list[str]:
-    """Two-digit names of what was asked for."""
-    if not names:
-        raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
-    if "all" in names:
-        return [path.stem for path in specs(kind)]
-    own = [name for name in names if spec_path(kind, name).exists()]
-    for name in names:
-        if name not in own and not (name.isdecimal() and 1 <= int(name) <= COUNTS[kind]):
-            raise ConfigError(
-                f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
-            )
-    return [name if name in own else f"{int(name):02d}" for name in names]
 
 
 def train_missing(groups: Groups, title: str) -> bool:
@@ -223,11 +193,6 @@ def train_missing(groups: Groups, title: str) -> bool:
 
     execute_all(runs, title)
     return True
-
-
-def all_runs(groups: Groups) -> list[Run]:
-    """Every run once, although several names may share it."""
-    return list({run.folder: run for runs in groups.values() for run in runs}.values())
 
 
 def place(groups: Groups, name: str) -> Path:

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -138,17 +139,26 @@ def compose(overrides: Sequence[str]) -> Config:
 
 @cache
 def sweep_points(name: str) -> list[list[str]]:
-    """The overrides of every run of `run.py -m sweep=<name>`, by the sweeper that makes them there.
+    """The overrides of every run of `run.py -m sweep=<name>`.
 
     >>> sweep_points("lr")[0]
     ['optimizer.lr=0.0001']
     """
     with one_line_errors(), config_source():
         cfg = hydra_compose("config", [f"sweep={name}"], return_hydra_config=True)
-        words = [f"{key}={values}" for key, values in cfg.hydra.sweeper.params.items()]
-        overrides = OverridesParser.create().parse_overrides(words)
-        (points,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    return points
+        sweeper = cfg.hydra.sweeper
+        return expand([f"{k}={v}" for k, v in sweeper.params.items()], sweeper.points)
+
+
+def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
+    """The overrides of every run: each point with the product of all that the words list.
+
+    >>> expand(["seed=0,1"], ["optimizer.n=5 optimizer.m=1", "optimizer.n=9 optimizer.m=2"])[1]
+    ['optimizer.n=5', 'optimizer.m=1', 'seed=1']
+    """
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    (product,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [[*shlex.split(point), *rest] for point in points or [""] for rest in product]
 
 
 @contextmanager
@@ -165,6 +175,8 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.pop("hydra", None)
+    if (several := cfg.pop("runs", None)) is not None:
+        raise ConfigError(f"runs={several} is more than one run: it needs run.py -m")
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
     if cfg.scale == "auto":
         cfg.scale = "paper" if has_gpu() else cfg.cpu_scale

@@ -77,15 +77,18 @@ def read_grid(stem: Path) -> pd.DataFrame:
 
 def drawn(spec: Spec, rule: Rule, table: pd.DataFrame) -> Spec:
     """The spec as a figure: its panels hold what they draw, its note the rule."""
+    rows = json.loads(table.to_json(orient="records", double_precision=15))
     common = {
         "draw": f"{__name__}.{lines.__name__}",
-        "runs": {name: search.label for name, search in spec.search.items()},
-        "rows": json.loads(table.to_json(orient="records", double_precision=15)),
         "settings": rule.settings,
         "along": rule.along,
     }
     note = fill("; ".join(filter(None, (steps_of(table), f"best: {rule}", spec.note))), 110)
-    panels = [panel | common for panel in rule.panels]
+    panels = []
+    for panel in rule.panels:
+        runs = {name: spec.search[name].label for name in panel.get("runs", spec.search)}
+        shown = [row for row in rows if row["optimizer"] in runs.values()]
+        panels.append(panel | common | {"runs": runs, "rows": shown})
     return spec.model_copy(update={"panels": panels, "note": note})
 
 

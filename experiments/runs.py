@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,8 @@ from experiments.config import (
     sweep_points,
 )
 
+COUNTS = {"figure": 24, "table": 9}
+ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "threads", "force")
 NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
 
@@ -73,6 +75,9 @@ class Run:
 
     def command(self) -> str:
         """The shortest command line that makes this run."""
+        return shlex.join(["python", "run.py", *self.words()])
+
+    def words(self) -> list[str]:
         c = self.config
         names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
         try:
@@ -86,10 +91,13 @@ class Run:
             f"{plus[k]}{typed(k)}={json.dumps(v, separators=(',', ':'))}"
             for k, v in changed.items()
         ]
-        return shlex.join(["python", "run.py", *names, *given, f"seed={c.seed}"])
+        return [*names, *given, f"seed={c.seed}"]
 
     def with_seed(self, seed: int) -> Run:
         return Run(self.config.model_copy(update={"seed": seed}))
+
+
+Groups = Mapping[str, Sequence[Run]]
 
 
 class Search(BaseModel):
@@ -164,6 +172,52 @@ class Spec(BaseModel):
             name: [first.with_seed(seed) for seed in range(1 if name in self.once else self.seeds)]
             for name, first in self.settings(overrides).items()
         }
+
+
+def refuse_other_runs(overrides: Sequence[str]) -> None:
+    """A figure of the paper is made of the runs that its file names, whatever is asked here."""
+    for word in overrides:
+        key = word.lstrip("+~").split("=")[0].split(".")[0]
+        if key not in ABOUT_THE_MACHINE:
+            raise ConfigError(
+                f"{word}: only {', '.join(ABOUT_THE_MACHINE)} can be set here, the rest stands in "
+                "conf/; run.py makes any other run"
+            )
+
+
+def numbers(kind: str, names: Sequence[str]) -> list[str]:
+    """Two-digit names of what was asked for."""
+    if not names:
+        raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
+    if "all" in names:
+        return [path.stem for path in specs(kind)]
+    own = [name for name in names if spec_path(kind, name).exists()]
+    for name in names:
+        if name not in own and not (name.isdecimal() and 1 <= int(name) <= COUNTS[kind]):
+            raise ConfigError(
+                f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
+            )
+    return [name if name in own else f"{int(name):02d}" for name in names]
+
+
+def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Kind and name of specs, from words as `make` has them: figure-4, table-5."""
+    for word in names:
+        kind, _, name = word.partition("-")
+        if kind not in COUNTS:
+            raise ConfigError(f"{word} is unknown: give figure-4, table-5, figure-all …")
+        yield from ((kind, number) for number in numbers(kind, [name]))
+
+
+def everything() -> Iterator[tuple[str, str]]:
+    """Kind and name of every spec."""
+    for kind in ("figure", "table", "claim"):
+        yield from ((kind, path.stem) for path in specs(kind))
+
+
+def all_runs(groups: Groups) -> list[Run]:
+    """Every run once, although several names may share it."""
+    return list({run.folder: run for runs in groups.values() for run in runs}.values())
 
 
 def typed(key: str) -> str:

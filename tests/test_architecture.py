@@ -14,6 +14,7 @@ ARROWS = {
     "run": {
         "experiments.config", "experiments.execute", "experiments.runs", "experiments.stopping",
     },
+    "hydra_plugins": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.__main__": {
         "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
         "experiments.grids", "experiments.index", "experiments.record", "experiments.report",
@@ -84,7 +85,8 @@ KEPT_IN = {
                     "experiments.models"},
     "wandb": {"experiments.record"},
     "matplotlib": {"experiments.bench", "experiments.figures"},
-    "hydra": {"run", "experiments.config", "experiments.figures", "experiments.claims"},
+    "hydra": {"run", "hydra_plugins", "experiments.config", "experiments.figures",
+              "experiments.claims"},
 }  # fmt: skip
 
 
@@ -105,6 +107,7 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
         root / "run.py",
         *(root / "adashift").rglob("*.py"),
         *(root / "experiments").rglob("*.py"),
+        *(root / "hydra_plugins").rglob("*.py"),
     ]:
         yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), path
 
@@ -160,7 +163,7 @@ def test_the_arrows_hold():
     ],
 )
 def test_a_broken_arrow_is_found(tmp_path, file, line):
-    for folder in ("adashift", "experiments"):
+    for folder in ("adashift", "experiments", "hydra_plugins"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "run.py", tmp_path)
     assert broken_arrows(tmp_path) == []

@@ -34,7 +34,8 @@ def make(tmp_path):
     stamp.touch()
     newest = max((ROOT / f).stat().st_mtime for f in ("requirements.lock", "pyproject.toml"))
     os.utime(stamp, (newest + 1, newest + 1))
-    outer = ("MAKE", "MFLAGS", "VENV", "SCALE", "ARGS", "EXTRA", "TESTS", "PYTHON", "FIGURE", "TABLE")
+    given = ("VENV", "SCALE", "ARGS", "EXTRA", "TESTS", "PYTHON", "FIGURE", "TABLE")
+    outer = ("MAKE", "MFLAGS", *given)
     env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
 
     def run(*arguments):
@@ -68,6 +69,7 @@ def user_targets():
     text = text_of("Makefile")
     names = re.search(r"^\.PHONY:((?:.*\\\n)*.*)", text, re.MULTILINE)[1].replace("\\", " ").split()
     several = {"$(FIGURES)": "figure-1 … figure-24", "$(TABLES)": "table-1 … table-9"}
+    several |= {"$(SWEEPS)": "sweep-lr, sweep-n …"}
     return [several.get(name, name) for name in names if name not in ("FORCE", "help")]
 
 
@@ -123,6 +125,13 @@ def test_a_figure_can_have_another_curve(make):
 def test_scale_and_arguments_are_passed_on(make):
     commands = make("-n", "figure-8", "SCALE=smoke", "ARGS=seed=3 tracking=off").stdout
     assert commands.strip().endswith("figure 8 scale=smoke seed=3 tracking=off")
+
+
+@pytest.mark.parametrize("name", ["lr", "lr_x10", "n_and_m"])
+def test_a_sweep_is_a_target(make, name):
+    commands = make("-n", f"sweep-{name}", "ARGS=experiment=mnist_lr").stdout
+    assert commands.strip().endswith(f"run.py -m sweep={name} scale=auto experiment=mnist_lr")
+    assert make("-n", "sweep-nonsense").returncode != 0
 
 
 def test_the_status_of_one_figure(make):

@@ -46,8 +46,43 @@ def test_a_sweep_stands_for_the_product_of_its_values():
     assert {point[1] for point in points} == {f"optimizer.betas=[{b},0.999]" for b in ("0", "0.9")}
 
 
+def test_a_sweep_stands_for_its_points_where_it_lists_them():
+    points = sweep_points("n_and_m")
+    assert points[3:5] == [["optimizer.n=40"], ["optimizer.n=40", "optimizer.m=10"]]
+    assert len(points) == 7  # and not the product of four and four
+
+
+@pytest.mark.parametrize(
+    ("sweep", "figure", "optimizer"),
+    [
+        ("lr_decades_x10", "09", "adashift"),
+        ("lr_decades", "09", "adam"),
+        ("lr_decades_x10", "10", "adashift"),
+        ("lr_decades", "10", "adam"),
+        ("betas", "11", "adashift"),
+        ("betas", "12", "adashift"),
+        ("n", "13", "adashift"),
+        ("m", "14", "adashift"),
+        ("n_and_m", "15", "adashift"),
+    ],
+)
+def test_a_sensitivity_figure_is_a_sweep(sweep, figure, optimizer):
+    """To the run; Figures 11 and 12 have learning rates beside it, which a claim compares."""
+    spec = load_spec("figure", figure)
+    wanted = {
+        run.folder
+        for run in spec.settings(["scale=laptop"]).values()
+        if run.config.optimizer_name == optimizer
+        and (sweep != "betas" or run.config.optimizer["lr"] == 0.01)
+    }
+    common = [*spec.base, f"optimizer={optimizer}", "scale=laptop"]
+    assert {Run(compose([*common, *point])).folder for point in sweep_points(sweep)} == wanted
+
+
 def test_a_sweep_that_is_not_there_is_named_with_the_choices():
-    with pytest.raises(ConfigError, match="sweep=nonsense is unknown: choose one of adashift, lr"):
+    with pytest.raises(
+        ConfigError, match="sweep=nonsense is unknown: choose one of adashift, betas"
+    ):
         sweep_points("nonsense")
 
 
@@ -56,7 +91,7 @@ def test_every_sweep_opens_with_its_command_and_gives_its_sources(name):
     lines = (CONF / "sweep" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package hydra"
     assert lines[1].startswith(f"# python run.py -m sweep={name} experiment=")
-    values = lines[lines.index("  params:") + 1 :]
+    values = [line for line in lines if line.startswith("    ")]
     assert values and all("#" in line for line in values)
 
 
@@ -90,6 +125,15 @@ def test_the_paper_s_settings_are_among_what_is_searched(name, steps):
         points = [groups[key][0].config.digest() for key in search.runs(optimizer)]
         assert points[0] in points[1:], f"no sweep has the paper's {optimizer}"
     assert len({run.folder for runs in groups.values() for run in runs}) == 37 * 3
+
+
+def test_table_9_shares_its_runs_with_the_figures():
+    groups = load_spec("table", "09").expand(["scale=laptop"])
+    mine = {run.folder for runs in groups.values() for run in runs}
+    names = ("04", "05", "06", "09", "10")
+    specs = [load_spec("figure", name).expand(["scale=laptop"]) for name in names]
+    theirs = {run.folder for spec in specs for runs in spec.values() for run in runs}
+    assert len(mine) == 27 * 3 and len(mine - theirs) == 10 * 3
 
 
 def test_a_run_knows_the_table_that_searches_it():
@@ -202,7 +246,7 @@ def words(tmp_path):
 
 def test_a_table_of_a_search_is_made(tmp_path, conf, capsys):
     cli.main(["status", *words(tmp_path)])
-    assert "table 05: 0 of 20 runs are there" in capsys.readouterr().out
+    assert "table 05: 20 missing of 20 runs" in capsys.readouterr().out
     cli.main(["table", "5", *words(tmp_path)])
     page = (tmp_path / "tables/table-05-smoke.md").read_text()
     assert page in capsys.readouterr().out

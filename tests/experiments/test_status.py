@@ -110,7 +110,7 @@ def test_runs_of_no_figure_are_told_too(ask):
     ]
 
 
-@pytest.mark.parametrize(("word", "message"), [("mnist", "status of mnist"), ("figure-99", "99")])
+@pytest.mark.parametrize(("word", "message"), [("mnist", "mnist is unknown"), ("figure-99", "99")])
 def test_an_unknown_name_is_refused(ask, word, message):
     with pytest.raises(ConfigError, match=message):
         ask(word)
