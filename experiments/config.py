@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,21 @@ def has_gpu() -> bool:
     return not hidden and shutil.which("nvidia-smi") is not None
 
 
+def count_gpus() -> int:
+    """Of this process, as CUDA_VISIBLE_DEVICES allows, without importing torch."""
+    if not has_gpu():
+        return 0
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return len(listed.stdout.splitlines())
+
+
+def jobs_at_once(threads: int | None) -> int:
+    """How many runs this machine takes: one for each GPU, else as many as the cores serve."""
+    return count_gpus() or max(1, (os.cpu_count() or 1) // (threads or 1))
+
+
 def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
     """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
     value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
@@ -124,6 +140,9 @@ def choices_of(group: str) -> list[str]:
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
 OmegaConf.register_new_resolver("root", lambda: str(ROOT), replace=True)
 OmegaConf.register_new_resolver("choices", lambda group: " ".join(choices_of(group)), replace=True)
+OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
+OmegaConf.register_new_resolver("cores_of_a_job", lambda threads: threads or 1, replace=True)
+OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -335,6 +354,9 @@ def one_line_errors() -> Iterator[None]:
 
 def explain(text: str) -> str:
     """One line with the cure for what Hydra spreads over many."""
+    launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
+    if launcher:
+        return "this engine's launcher is not installed: make setup-cluster"
     unknown_choice = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
     if unknown_choice:
         group, choice = unknown_choice.groups()

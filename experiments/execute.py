@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -40,8 +43,13 @@ def execute(
         announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
         remove_left_over(run)
         return run.status
+    with device_for(config.device) as device:
+        return execute_on(device, run, announce, wait)
+
+
+def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], wait: bool) -> str:
     # Everything that can be refused is built before the first file is written.
-    device = pick_device(config.device)
+    config = run.config
     set_up_torch(config)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
@@ -157,6 +165,20 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps is not to be had: torch sees no Apple GPU; use device=cpu")
     return torch.device(wanted)
+
+
+@contextmanager
+def device_for(wanted: str) -> Iterator[torch.device]:
+    """What is asked for; `auto` is, of several GPUs, one that no other run has on this machine."""
+    device = pick_device(wanted)
+    with ExitStack() as held:
+        for number in range(torch.cuda.device_count()) if wanted == "auto" else ():
+            name = torch.cuda.get_device_properties(number).uuid  # the same in every process
+            place = Path(tempfile.gettempdir()) / f"adashift-{os.getuid()}" / f"gpu-{name}"
+            if held.enter_context(locked(place)):
+                device = torch.device("cuda", number)
+                break
+        yield device
 
 
 def side_by_side(runs: Sequence[Run]) -> int:

@@ -69,7 +69,8 @@ class ListedSweeper(Sweeper):
             refuse_other_runs(words)
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
         given = [f"{key}={values}" for key, values in self.params.items()]
-        return [Job(Run(compose(w)), w) for w in expand([*given, *words], self.points)]
+        points = expand([*given, *words], self.points)
+        return [job_of(Run(compose(point)), point) for point in points]
 
     def train(self, jobs: Sequence[Job]) -> list[tuple[Job, Exception]]:
         """Train the runs; return those that failed."""
@@ -112,6 +113,12 @@ class ListedSweeper(Sweeper):
         return [] if done else self.train([job])
 
 
+def job_of(run: Run, words: list[str]) -> Job:
+    """What depends on the machine is settled here: a job may find a GPU, or start elsewhere."""
+    results = str(run.config.results).replace("'", "\\'")
+    return Job(run, [*words, f"scale={run.config.scale}", f"results='{results}'"])
+
+
 def values_of(override: Override) -> list[str]:
     """Those of runs=figure-9,figure-10, or the one that is there."""
     if override.is_sweep_override():
@@ -122,4 +129,4 @@ def values_of(override: Override) -> list[str]:
 def jobs_of(kind: str, name: str, words: list[str]) -> list[Job]:
     """Every run of a figure or a table."""
     runs = all_runs(load_spec(kind, name).expand(words))
-    return [Job(run, [*run.words(), *words]) for run in runs]
+    return [job_of(run, [*run.words(), *words]) for run in runs]

@@ -207,3 +207,42 @@ def test_every_tuned_file_belongs_to_an_experiment_and_an_optimizer():
 def test_experiment_files_set_no_optimizer_values():
     for path in (CONF / "experiment").glob("*.yaml"):
         assert "optimizer" not in yaml.safe_load(path.read_text().replace("${", "x{")), path
+
+
+# -- engines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "listed", "count"),
+    [(None, 4, 4), ("0,2", 4, 2), ("", 4, 0), ("-1", 4, 0), (None, 0, 0)],
+)
+def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, count):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + "echo GPU\n" * listed)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert schema.count_gpus() == count
+
+
+@pytest.mark.parametrize(
+    ("gpus", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
+)
+def test_as_many_jobs_as_the_machine_serves(monkeypatch, gpus, threads, jobs):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(schema, "count_gpus", lambda: gpus)
+    assert schema.jobs_at_once(threads) == jobs
+
+
+@pytest.mark.parametrize("name", schema.choices_of("engine"))
+def test_an_engine_is_no_part_of_a_run_and_says_what_it_needs(name):
+    """Its launcher is installed by make setup-cluster, which is not what tests have."""
+    text = (CONF / "engine" / f"{name}.yaml").read_text()
+    assert f"# python run.py -m engine={name} " in text
+    assert not set(yaml.safe_load(text)) - {"defaults", "hydra"}
+    try:
+        assert compose([f"engine={name}"]) == compose([])
+    except ConfigError as error:
+        assert str(error) == "this engine's launcher is not installed: make setup-cluster"

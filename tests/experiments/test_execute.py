@@ -1,11 +1,14 @@
 """Runs side by side are the runs one after the other, to the byte."""
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from experiments import execute as module
 from experiments.config import compose
-from experiments.execute import execute, execute_all, side_by_side
+from experiments.execute import device_for, execute, execute_all, side_by_side
 from experiments.runs import Run
 
 
@@ -78,3 +81,36 @@ def test_a_run_flushes_denormal_numbers_to_zero(tmp_path):
     assert (tiny * 1).item() > 0
     execute(*runs(tmp_path, seeds=[0]))
     assert (tiny * 1).item() == 0
+
+
+# GPUs
+
+
+@pytest.fixture
+def four_gpus(monkeypatch, tmp_path):
+    """torch says so; nothing is computed on them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda n: SimpleNamespace(uuid=f"GPU-{n}")
+    )
+
+
+def test_every_run_of_a_machine_has_a_gpu_of_its_own(four_gpus):
+    with ExitStack() as held:
+        taken = [held.enter_context(device_for("auto")).index for _ in range(4)]
+        assert taken == [0, 1, 2, 3]
+        with device_for("auto") as shared:
+            assert shared == torch.device("cuda")  # there are more runs than GPUs
+        with device_for("cuda:2") as asked_for:
+            assert asked_for.index == 2
+    with device_for("auto") as free_again:
+        assert free_again.index == 0
+
+
+def test_a_machine_without_a_gpu_computes_on_its_cores(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with device_for("auto") as device:
+        assert device.type == "cpu"
