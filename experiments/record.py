@@ -14,6 +14,7 @@ import json
 import netrc
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -347,7 +348,8 @@ class Mirror:
         if path.suffix == ".png":
             self.log_image(path.stem, path)
         elif self.run is not None:
-            self.run.save(str(path), base_path=str(path.parent), policy="now")
+            copy = shutil.copy(path, self.run.dir)  # W&B would take a link, and warn of it
+            self.run.save(copy, base_path=self.run.dir, policy="now")
 
     def log_image(self, name: str, path: Path) -> None:
         if self.run is not None:
