@@ -18,7 +18,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
-        bench-optimizer bench-training torture test lint \
+        bench-optimizer bench-training torture fuzz test lint \
         format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -85,6 +85,10 @@ torture: $(READY)
 ##   test                   run the tests; TESTS=tests/adashift chooses some
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(TESTS) $(ARGS)
+
+##   fuzz                   300 command lines that are new every time: each runs or is refused in one line
+fuzz: $(READY)
+	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/test_overrides.py $(ARGS)
 
 ##   lint                   ruff (rules and format) and mypy
 lint: $(READY)

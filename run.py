@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from experiments.config import ConfigError, one_line_errors, resolve
+from experiments.config import CONF, ConfigError, one_line_errors, resolve
 from experiments.execute import execute
 from experiments.runs import Run
 from experiments.stopping import ASKED
@@ -26,7 +26,7 @@ WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> str:
     about = HydraConfig.get()
     alone = about.mode != RunMode.MULTIRUN

@@ -168,7 +168,7 @@ def loader_of(task: Any, workers: int) -> DataLoader[Any]:
 def prepare(words: Sequence[str], quick: bool) -> Config:
     """The config of a run; from here on torch is as execute() would have it."""
     config = compose([*words, f"scale={'smoke' if quick else 'paper'}", "tracking=off"])
-    set_up_torch(config)
+    set_up_torch(config, CPU)
     return config
 
 

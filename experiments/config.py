@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +35,14 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveInt,
+    PydanticUserError,
     TypeAdapter,
     ValidationError,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+LONGEST = 80  # characters of a value in a message
 GUESSABLE = ("experiment", "optimizer", "tracking")
 
 # Parts of a task that stand at the top of the config, short to type: data.limit=2000.
@@ -48,7 +51,7 @@ PARTS = ("data", "model", "trainer")
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
-    "checkpoint_every",
+    "checkpoint_every", "deterministic",
 }  # fmt: skip
 
 
@@ -81,11 +84,12 @@ class Config(BaseModel):
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
-    threads: PositiveInt | None  # of a CPU; None: all
+    threads: Annotated[int, Field(ge=1, le=256)] | None  # of a CPU; None: all
     tracking: Tracking
     results: Path
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
+    deterministic: bool | None  # None: on a CPU, where it costs nothing
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that decides what comes out."""
@@ -283,14 +287,26 @@ def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
         raise ConfigError(f"{key}: {last_line(error.__cause__ or error)}") from error
 
 
+# What Hydra itself reads in a node that is called.
+FLAGS: dict[str, Any] = {
+    "_target_": str,
+    "_partial_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_recursive_": bool,
+}
+
+
 def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The node with every argument in the type that its `_target_` asks for, or a refusal."""
-    target = find(node["_target_"], key)
+    checked = {k: as_type(f"{key}.{k}", node[k], hint) for k, hint in FLAGS.items() if k in node}
+    if "_target_" not in checked:
+        raise ConfigError(f"{key}._target_ is missing: name the class or function")
+    target = find(checked["_target_"], key)
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints, checked = type_hints(target), dict(node)
+    hints = type_hints(target)
     for name, value in node.items():
-        if name.startswith("_"):
+        if name in FLAGS:
             continue
         if name not in parameters and not takes_any:
             raise ConfigError(
@@ -325,6 +341,8 @@ def as_type(key: str, value: Any, hint: Any) -> Any:
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
+    except PydanticUserError as error:  # the hint is a class of ours
+        raise ConfigError(f"{key}={shown(value)} is refused: its _target_ is missing") from error
     except ValidationError as error:
         problem = error.errors()[0]
         raise ConfigError(f"{key}={shown(value)} is refused: {problem['msg'].lower()}") from error
@@ -341,15 +359,30 @@ def one_line_errors() -> Iterator[None]:
         value = shown(problem["input"])
         if problem["type"] == "extra_forbidden":
             raise ConfigError(f"{key} is an unknown key; known are {known_keys()}") from error
+        if problem["type"] == "missing":
+            raise ConfigError(f"{key} has no value: give {key}=…") from error
         raise ConfigError(f"{key}={value} is refused: {problem['msg'].lower()}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(str(error))) from error
-    except ValueError as error:
-        if "Config group override" not in str(error):
+    except MemoryError as error:
+        raise ConfigError(f"memory is not enough: {last_line(error)}") from error
+    except Exception as error:
+        if "Config group override" in str(error):
+            raise ConfigError(
+                "experiment, optimizer, scale and tracking cannot be null: name one of their files"
+            ) from error
+        if isinstance(error, RuntimeError) and "memory" in str(error):  # torch's own
+            raise ConfigError(f"memory is not enough: {last_line(error)}") from error
+        if not raised_by_hydra(error):
             raise
-        raise ConfigError(
-            "experiment, optimizer, scale and tracking cannot be null: name one of their files"
-        ) from error
+        raise ConfigError(f"cannot read the arguments: {last_line(error)}") from error
+
+
+def raised_by_hydra(error: BaseException) -> bool:
+    """Whether it comes from inside of Hydra, which trips over some arguments."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
 def explain(text: str) -> str:
@@ -379,6 +412,8 @@ def guess(key: str) -> str:
     names = set(Config.model_fields)
     for path in (p for group in GUESSABLE for p in (CONF / group).glob("*.yaml")):
         names.update(re.findall(r"^\s*(?:- )?([A-Za-z]\w*):", path.read_text(), re.MULTILINE))
+    if key in names:
+        return f" here: +{key}=… adds it"
     near = difflib.get_close_matches(key.split(".")[-1], names, n=1)
     return f": did you mean {near[0]}?" if near else f"; known at the top are {known_keys()}"
 
@@ -389,4 +424,5 @@ def last_line(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    return json.dumps(value, default=str).strip('"')
+    text = json.dumps(value, default=str).strip('"')
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -13,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +52,7 @@ def execute(
 def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], wait: bool) -> str:
     # Everything that can be refused is built before the first file is written.
     config = run.config
-    set_up_torch(config)
+    deterministic = set_up_torch(config, device)
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     optimizers = make_optimizers(config, task)
     schedule = make_schedule(config)
@@ -68,7 +70,11 @@ def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], 
             checkpoint.remove()
         length = "" if task.ends else f", {steps:,} steps"
         announce(f"{size_of(config)}{length}: {shown(run.folder)}")
-        with Record(run.folder, config, run.command(), figures_using(run)) as record:
+        with (
+            Record(run.folder, config, run.command(), figures_using(run)) as record,
+            noted_kernels() as kernels,
+        ):
+            record.about = {"deterministic": deterministic, "not_deterministic": kernels}
             record.status = train(
                 task,
                 optimizers,
@@ -101,10 +107,35 @@ def remove_left_over(run: Run) -> None:
                 checkpoint.remove()
 
 
-def set_up_torch(config: Config) -> None:
+def set_up_torch(config: Config, device: torch.device) -> bool:
+    """Return whether the run is to have the same bits every time."""
     torch.set_num_threads(config.threads or ALL_THREADS)
     # Softmax of large numbers gives some below 1e-38, with which a CPU is ten times slower.
     torch.set_flush_denormal(True)
+    same = device.type == "cpu" if config.deterministic is None else config.deterministic
+    torch.use_deterministic_algorithms(same, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = same
+    if same:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    return same
+
+
+@contextmanager
+def noted_kernels() -> Iterator[list[str]]:
+    """Inside, torch's kernels that have no deterministic form are noted and not warned of."""
+    names, show = list[str](), warnings.showwarning
+
+    def note(message: Warning | str, *about: Any) -> None:
+        found = re.match(r"(\S+) does not have a deterministic implementation", str(message))
+        if not found:
+            show(message, *about)
+        elif found[1] not in names:
+            names.append(found[1])
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note  # type: ignore[assignment]
+        yield names
 
 
 def length_of(config: Config, task: Task) -> tuple[int, int]:

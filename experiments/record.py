@@ -58,6 +58,7 @@ class Record:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
         self.status, self.step = "interrupted", 0
         self.files: dict[str, bytes] = {}
+        self.about: dict[str, Any] = {}  # what else run.json is to say
 
     def __enter__(self) -> Self:
         self.started, self.begun = time.time(), time.monotonic()
@@ -144,6 +145,7 @@ class Record:
             "machine": machine(),
             "commit": commit(),
             "versions": versions(),
+            **self.about,
             "config": self.config.model_dump(mode="json", exclude={"results"}),
         }
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
@@ -306,7 +308,7 @@ class Mirror:
             job_type=config.optimizer_name,
             name=f"{folder.parent.name}-seed{config.seed}",
             tags=list(tags),
-            config=plain,
+            config=plain | {"commit": commit()},
         )
 
     @classmethod
@@ -322,7 +324,13 @@ class Mirror:
             "entity": tracking.entity,
             "dir": str(results),
             "reinit": "create_new",
-            "settings": wandb.Settings(silent=True, console="off", x_save_requirements=False),
+            "settings": wandb.Settings(
+                silent=True,
+                console="off",
+                x_save_requirements=False,
+                disable_code=True,
+                disable_git=True,  # the address of a remote can hold a token
+            ),
         }
         try:
             return cls(wandb.init(mode=mode, **settings))
