@@ -19,7 +19,7 @@ MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
         bench-optimizer bench-training torture fuzz test lint \
-        format setup setup-cluster lock docker docker-cpu clean distclean
+        audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,14 @@ lint: $(READY)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+##   audit                  known vulnerabilities of the locked packages, where a network tells of them
+audit: build/audit
+	@$(PYTHON) .ci/audit.py build/audit/bin/pip-audit
+
+build/audit:
+	@$(PYTHON) -m venv $@
+	@$@/bin/pip install --quiet pip-audit || rm -rf $@   # then the audit says that it could not run
 
 ##   format                 put the code in ruff's format and mend what ruff can
 format: $(READY)

@@ -74,7 +74,7 @@ def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], 
             Record(run.folder, config, run.command(), figures_using(run)) as record,
             noted_kernels() as kernels,
         ):
-            record.about = {"deterministic": deterministic, "not_deterministic": kernels}
+            record.about = {"deterministic": deterministic}
             record.status = train(
                 task,
                 optimizers,
@@ -85,6 +85,8 @@ def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], 
                 title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
                 checkpoint=checkpoint if task.resumable else None,
             )
+            same = deterministic and not kernels
+            record.about = {"deterministic": same, "not_deterministic": kernels}
         if record.status == "interrupted":
             raise KeyboardInterrupt
         checkpoint.remove()

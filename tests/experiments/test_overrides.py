@@ -9,6 +9,7 @@ import sys
 from functools import cache
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -97,6 +98,8 @@ def command_line(tmp_path, monkeypatch):
     """A folder where whatever is asked for may be written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
+    torch.use_deterministic_algorithms(False)  # what is imported when it is first used, must not
+    torch.optim.SGD([torch.zeros(1)])  # be interrupted in the middle
     before = signal.signal(signal.SIGALRM, leave)
     small = ["scale=smoke", "tracking=off", f"results={tmp_path}", "++steps=2", "threads=1"]
     yield [*small, "log_every=1", "++optimizer.lr=0.01"]
