@@ -89,7 +89,7 @@ class Config(BaseModel):
     results: Path
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
-    deterministic: bool | None  # None: on a CPU, where it costs nothing
+    deterministic: bool | None = None  # None: on a CPU, where it costs nothing
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that decides what comes out."""

@@ -14,9 +14,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-import run as program
 from experiments.config import PARTS, choices_of, compose
 from experiments.runs import leaves, typed
+
+with pytest.MonkeyPatch.context() as environment:  # it changes it, for itself alone
+    environment.setenv("HYDRA_FULL_ERROR", "")
+    import run as program
 
 EXAMPLES = int(os.environ.get("OVERRIDES", "0"))  # 0: those of the tests
 EXPERIMENTS = [
@@ -98,6 +101,7 @@ def command_line(tmp_path, monkeypatch):
     """A folder where whatever is asked for may be written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     torch.use_deterministic_algorithms(False)  # what is imported when it is first used, must not
     torch.optim.SGD([torch.zeros(1)])  # be interrupted in the middle
     before = signal.signal(signal.SIGALRM, leave)
