@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,16 @@ def read_wandb(path: Path) -> list:
     return found
 
 
+def finished_wandb(results: Path) -> list:
+    """W&B's own process may still be writing when finish() is back; the exit comes last."""
+    for _ in range(100):
+        messages = read_wandb(offline_file(results))
+        if any(message.HasField("exit") for message in messages):
+            return messages
+        time.sleep(0.1)
+    raise AssertionError("no exit within 10 seconds")
+
+
 def plain(items) -> dict:
     return {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
 
@@ -168,7 +179,7 @@ def offline_file(results: Path) -> Path:
 def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
     run = request(tmp_path, "tracking=offline")
     execute(run)
-    messages = read_wandb(offline_file(tmp_path))
+    messages = finished_wandb(tmp_path)
     (about,) = (m.run for m in messages if m.HasField("run"))
     assert about.project == "adashift"
     assert about.run_group == "counterexample_stochastic"
@@ -194,9 +205,7 @@ def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "figure.png")
     tracking = Tracking(mode="offline", project="adashift", entity=None)
     records.publish_figure(tracking, tmp_path, "figure-01", tmp_path / "figure.png")
-    rows = [
-        plain(m.history.item) for m in read_wandb(offline_file(tmp_path)) if m.HasField("history")
-    ]
+    rows = [plain(m.history.item) for m in finished_wandb(tmp_path) if m.HasField("history")]
     assert rows[0]["figure-01/_type"] == "image-file" and rows[0]["figure-01/width"] == 8
 
 
