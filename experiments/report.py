@@ -23,7 +23,7 @@ import pandas as pd
 from PIL import Image
 
 from experiments import index
-from experiments.claims import WORST_FIRST, read_verdicts
+from experiments.claims import WORST_FIRST, read_verdicts, said
 from experiments.figures import crosses, labels, prefix_of
 from experiments.looks import label_of, looks_of
 from experiments.record import write_text
@@ -132,11 +132,10 @@ class Product:
         hold = sum(row["verdict"] == "holds" for row in self.claims)
         if hold == len(self.claims):
             return "It holds." if hold == 1 else f"All {hold} claims hold."
-        others = [f"{r['verdict']}: {r['claim']} ({r['id']})" for r in self.claims]
-        missed = [
-            text for text, r in zip(others, self.claims, strict=True) if r["verdict"] != "holds"
-        ]
-        return f"{hold} of {len(self.claims)} claims hold. " + " ".join(missed)
+        missed = [row for row in self.claims if row["verdict"] != "holds"]
+        words = [f"{row['verdict'].capitalize()}: {row['claim']} ({row['id']})" for row in missed]
+        of_many = [f"{hold} of {len(self.claims)} claims hold."] if len(self.claims) > 1 else []
+        return " ".join([*of_many, *words])
 
 
 def write_report(results: Path) -> list[Path]:
@@ -237,6 +236,7 @@ def render(products: Sequence[Product]) -> str:
         counts=Counter(row["verdict"] for row in claims),
         verdicts=VERDICTS,
         marks=MARKS,
+        said=said,
         owner={row["id"]: product for product in products for row in product.claims},
         settings_of=settings_of,
         distinct=distinct,
