@@ -47,7 +47,8 @@ class GradientCorrelation(LinearClassifier):
     """Tables 1 to 4: trains for some steps, then measures on the gradients of those that follow.
 
     The gradients are those of the weight between the two hidden layers. While training, v already
-    runs; with `frozen` the parameters then stay, else training goes on.
+    runs; with `frozen` the parameters then stay, else training goes on. With `unit` every gradient
+    is divided by its norm before it is looked at, so that its size can tell nothing.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class GradientCorrelation(LinearClassifier):
         pairs: PositiveInt,
         seed: int,
         device: torch.device,
+        unit: bool = False,
         **classifier: Any,
     ) -> None:
         super().__init__(seed=seed, device=device, **classifier)
-        self.training, self.frozen, self.done = training, frozen, 0
+        self.training, self.frozen, self.unit, self.done = training, frozen, unit, 0
         self.weight = between_hidden_layers(self.net.weights)
         draw = generator(seed, "noise")
         self.study = CorrelationStudy(self.weight.shape, lags, beta2s, pairs, draw, device=device)
@@ -75,7 +77,8 @@ class GradientCorrelation(LinearClassifier):
     def after_step(self) -> None:
         assert self.weight.grad is not None
         show = self.study.warm_up if self.done < self.training else self.study.update
-        show(self.weight.grad)
+        g = self.weight.grad
+        show(g / g.norm() if self.unit else g)
         self.done += 1
 
     def evaluate(self) -> dict[str, float]:

@@ -235,3 +235,14 @@ def test_the_probe_watches_after_so_many_steps_and_changes_nothing():
     assert same(*ends) and plain.probe is None
     assert isinstance(task.probe, DecorrelationProbe)
     assert task.probe._blocks[2].name == "W2" and task.probe._blocks[2].counts["seen"] == 5
+
+
+def test_gradients_of_unit_length_are_looked_at_and_not_used(monkeypatch):
+    plain, unit = task_of(*TINY), task_of(*TINY, "+task.unit=true")
+    seen = []
+    monkeypatch.setattr(unit.study, "warm_up", seen.append)
+    usual = go_on(plain, optimizer_of(plain), 3)
+    assert same(usual, go_on(unit, optimizer_of(unit), 3)) and same(weights(plain), weights(unit))
+    for g, shown in zip(usual, seen, strict=True):
+        torch.testing.assert_close(shown * g.norm(), g)
+    assert "unit" not in compose(SMOKE).task  # the runs of Tables 1 to 4 stay what they are
