@@ -32,7 +32,7 @@ from experiments.runs import Spec, load_spec, spec_path, specs
 VERDICTS = tuple(reversed(WORST_FIRST))  # holds first
 MARKS = {"holds": "✓", "fails": "✗", "inconclusive": "~", "not run": "–"}
 MOST_POINTS = 300  # of a curve on the page; its csv has all of them
-KINDS = {"figure": "Figures", "table": "Tables", "claim": "Theory"}
+KINDS = {"figure": "Figures", "table": "Tables", "claim": "Theory and surprises"}
 Row = dict[str, str]
 
 
@@ -57,7 +57,7 @@ class Product:
     @property
     def label(self) -> str:
         """Figure 3"""
-        return self.spec.title.split(". ")[0]
+        return self.number.capitalize() if self.kind == "claim" else self.spec.title.split(". ")[0]
 
     @property
     def subject(self) -> str:
@@ -66,7 +66,7 @@ class Product:
     @property
     def command(self) -> str:
         if self.kind == "claim":
-            return "make theory"
+            return f"make {self.number}"
         if self.number.isdigit():
             return f"make {self.kind}-{int(self.number)}"
         return f"python -m experiments {self.kind} {self.number}"
