@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from experiments.config import CONF, ConfigError, one_line_errors, resolve
 from experiments.execute import execute
+from experiments.parallel import is_first
 from experiments.runs import Run
 from experiments.stopping import ASKED
 
@@ -33,9 +34,14 @@ def main(cfg: DictConfig) -> str:
     with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
         run = Run(resolve(cfg, about.runtime.choices))
         # A sweep does its other runs while another process trains this one.
-        end = execute(run, announce=print, wait=alone)
-        print(end)
+        end = execute(run, announce=say, wait=alone)
+        say(end)
     return end
+
+
+def say(line: str) -> None:
+    if is_first():  # of the processes of torchrun
+        print(line)
 
 
 @contextmanager

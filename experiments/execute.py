@@ -22,11 +22,13 @@ import torch
 from experiments.checkpoint import Checkpoint
 from experiments.config import Config, ConfigError, build, last_line
 from experiments.loop import train
+from experiments.parallel import is_first, size
 from experiments.progress import progress
 from experiments.record import Record, locked
 from experiments.runs import Run, figures_using
 from experiments.stopping import ASKED, answered_at_once, end_with_parent
 from experiments.task import Task
+from experiments.team import Following, Leading, Team, Unwritten, team
 
 ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
 
@@ -45,19 +47,19 @@ def execute(
         announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
         remove_left_over(run)
         return run.status
-    with device_for(config.device) as device:
-        return execute_on(device, run, announce, wait)
+    with device_for(config.device) as device, team(device) as members:
+        if not is_first():
+            return follow(device, config, members)
+        return execute_on(device, run, announce, wait, members)
 
 
-def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], wait: bool) -> str:
+def execute_on(
+    device: torch.device, run: Run, announce: Callable[[str], None], wait: bool, members: Team
+) -> str:
     # Everything that can be refused is built before the first file is written.
     config = run.config
     deterministic = set_up_torch(config, device)
-    task: Task = build(config.task, "task", seed=config.seed, device=device)
-    optimizers = make_optimizers(config, task)
-    schedule = make_schedule(config)
-    steps, log_every = length_of(config, task)
-    torch.manual_seed(config.seed)  # dropout has no generator of its own
+    task, training = prepare(config, device)
     before = run.info
     with locked(run.folder, announce if wait else None) as mine:
         if not mine:
@@ -68,23 +70,15 @@ def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], 
         checkpoint = checkpoint_of(run, device)
         if config.force or not task.resumable:
             checkpoint.remove()
-        length = "" if task.ends else f", {steps:,} steps"
+        length = "" if task.ends else f", {training.keywords['steps']:,} steps"
         announce(f"{size_of(config)}{length}: {shown(run.folder)}")
         with (
             Record(run.folder, config, run.command(), figures_using(run)) as record,
             noted_kernels() as kernels,
         ):
             record.about = {"deterministic": deterministic}
-            record.status = train(
-                task,
-                optimizers,
-                record,
-                steps=steps,
-                log_every=log_every,
-                schedule=schedule,
-                title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
-                checkpoint=checkpoint if task.resumable else None,
-            )
+            kept = Leading(checkpoint, members) if task.resumable else None
+            record.status = training(record=record, checkpoint=kept)
             same = deterministic and not kernels
             record.about = {"deterministic": same, "not_deterministic": kernels}
         if record.status == "interrupted":
@@ -93,6 +87,35 @@ def execute_on(device: torch.device, run: Run, announce: Callable[[str], None], 
     if record.status == "diverged":
         announce(f"a loss or a parameter was no number at step {record.step:,}")
     return record.status
+
+
+def follow(device: torch.device, config: Config, members: Team) -> str:
+    """Take part in what the first process trains, which alone writes and speaks."""
+    set_up_torch(config, device)
+    _, training = prepare(config, device)
+    begun = members.hear()
+    if begun is None:
+        return "left to the first process"
+    return training(record=Unwritten(config), checkpoint=Following(begun["state"]))
+
+
+def prepare(config: Config, device: torch.device) -> tuple[Task, partial[str]]:
+    """The task, and its training, which lacks the record and the checkpoint."""
+    task: Task = build(config.task, "task", seed=config.seed, device=device)
+    if size() > 1 and not task.divisible:
+        raise ConfigError(f"{config.experiment} is for one process: start it without torchrun")
+    optimizers = make_optimizers(config, task)
+    steps, log_every = length_of(config, task)
+    torch.manual_seed(config.seed)  # dropout has no generator of its own
+    return task, partial(
+        train,
+        task,
+        optimizers,
+        steps=steps,
+        log_every=log_every,
+        schedule=make_schedule(config),
+        title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
+    )
 
 
 def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:

@@ -277,6 +277,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "cores": os.cpu_count(),
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),  # of this run, by torchrun
         "python": sys.version.split()[0],
     }
 

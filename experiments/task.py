@@ -51,6 +51,7 @@ class Task(ABC):
     ends: ClassVar[bool] = False  # whether steps() stops by itself, before `steps` are done
     gives_closure: ClassVar[bool] = False  # whether a step hands the optimizer what it minimises
     resumable: ClassVar[bool] = True  # whether state_dict() has all that it takes to go on
+    divisible: ClassVar[bool] = False  # whether several processes can share a batch
     epoch_steps: int | None = None  # of one pass over the data, if there are passes
     total_steps: int | None = None  # of a training whose length is given in epochs
 

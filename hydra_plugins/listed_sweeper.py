@@ -42,6 +42,8 @@ class ListedSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError("torchrun is for one run: -m has engines for many, engine=joblib …")
         # A job in another process finds the project wherever it is started from.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.hydra_context, self.config = hydra_context, config

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # module → the modules of this repository that it may import; a name covers everything below it
 ARROWS = {
     "run": {
-        "experiments.config", "experiments.execute", "experiments.runs", "experiments.stopping",
+        "experiments.config", "experiments.execute", "experiments.parallel", "experiments.runs",
+        "experiments.stopping",
     },
     "hydra_plugins": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.__main__": {
@@ -22,8 +23,14 @@ ARROWS = {
     },
     "experiments.status": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.execute": {
-        "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.progress",
-        "experiments.record", "experiments.runs", "experiments.stopping", "experiments.task",
+        "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.parallel",
+        "experiments.progress", "experiments.record", "experiments.runs", "experiments.stopping",
+        "experiments.task", "experiments.team",
+    },
+    "experiments.parallel": set(),
+    "experiments.team": {
+        "experiments.checkpoint", "experiments.config", "experiments.parallel",
+        "experiments.record",
     },
     "experiments.checkpoint": {"experiments.config", "experiments.record"},
     "experiments.stopping": set(),
@@ -42,7 +49,8 @@ ARROWS = {
     },
     "experiments.task": set(),
     "experiments.tasks": {
-        "adashift", "experiments.data", "experiments.models", "experiments.task",
+        "adashift", "experiments.data", "experiments.models", "experiments.parallel",
+        "experiments.task",
         "experiments.tasks",
     },
     "experiments.models": {"experiments.models"},
@@ -80,7 +88,8 @@ KEPT_IN = {
     "torch": {"adashift", "experiments.bench", "experiments.bench_training", "experiments.task",
               "experiments.timing",
               "experiments.tasks", "experiments.models", "experiments.data", "experiments.loop",
-              "experiments.checkpoint", "experiments.execute"},
+              "experiments.checkpoint", "experiments.execute", "experiments.parallel",
+              "experiments.team"},
     "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",
                     "experiments.models"},
     "wandb": {"experiments.record"},

@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from experiments import parallel
 from experiments.data.batches import Batches, generator
 from experiments.data.images import Augment, ImageSet, Standardise
 from experiments.task import Step, Task
@@ -35,6 +36,8 @@ class Trainer:
 class ImageClassifier(Task):
     """Softmax cross-entropy; random flips and crops of the training images."""
 
+    divisible = True
+
     def __init__(
         self,
         data: Callable[[torch.device], ImageSet],
@@ -50,7 +53,10 @@ class ImageClassifier(Task):
         self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self.net = initialised(partial(model, classes=self.data.classes), seed)
         self.net.to(device).to(memory_format=self.layout)
-        self.forward = torch.compile(self.net) if trainer.compile else self.net
+        if trainer.batch % parallel.size():
+            raise ValueError(f"a batch of {trainer.batch} is not for {parallel.size()} processes")
+        net = parallel.shared(self.net, device)
+        self.forward = torch.compile(net) if trainer.compile else net
         train = self.data.train
         self.standardise = Standardise.of(train) if standardise else Standardise.none(device)
         self.noise = generator(seed, "noise")
@@ -68,8 +74,10 @@ class ImageClassifier(Task):
             yield Step("classifier", partial(self.loss, rows))
 
     def loss(self, rows: Tensor) -> Tensor:
-        labels = self.data.train.labels.index_select(0, rows)
-        return F.cross_entropy(self.output(self.augment(rows)), labels)
+        labels = parallel.part(self.data.train.labels.index_select(0, rows))
+        # The draws are those of the whole batch, so that every process has the same generator.
+        images = parallel.part(self.augment(rows))
+        return parallel.mean(F.cross_entropy(self.output(images), labels))
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)

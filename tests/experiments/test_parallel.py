@@ -1,0 +1,55 @@
+"""One run in two processes of torchrun: the curve of one process, and one record."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import parallel
+from experiments.config import ROOT, ConfigError, compose
+from experiments.execute import execute
+from experiments.runs import Run
+
+WORDS = ["experiment=resnet_cifar10", "optimizer=adam", "scale=smoke", "tracking=off"]
+WORDS += ["steps=20", "optimizer.lr=0.01"]
+
+
+def torchrun(folder, *words):
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "run.py")]
+    return subprocess.run(
+        [sys.executable, *command, *words, f"results={folder}"],
+        capture_output=True, text=True, cwd=folder, timeout=300,
+    )  # fmt: skip
+
+
+def test_two_processes_give_the_curve_of_one(tmp_path):
+    one = Run(compose([*WORDS, f"results={tmp_path / 'one'}"]))
+    assert execute(one) == "finished"
+    out = torchrun(tmp_path, *WORDS)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.count("finished") == 1  # the first process speaks for both
+    two = Run(compose([*WORDS, f"results={tmp_path}"]))
+    assert two.done and two.info["machine"]["processes"] == 2
+    ours, theirs = one.metrics(), two.metrics()
+    assert list(ours["step"]) == [5, 10, 15, 20]
+    # The order of additions differs, and Adam makes much of a small difference.
+    np.testing.assert_allclose(ours["classifier/loss"], theirs["classifier/loss"], rtol=1e-3)
+    np.testing.assert_allclose(ours["test_loss"], theirs["test_loss"], rtol=1e-3)
+    assert abs(ours["classifier/loss"].iloc[-1] - ours["classifier/loss"].iloc[0]) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "message"),
+    [
+        (["experiment=mnist_lr"], 2, "mnist_lr is for one process: start it without torchrun"),
+        (WORDS, 3, "a batch of 20 is not for 3 processes"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch, words, count, message):
+    monkeypatch.setattr(parallel, "size", lambda: count)
+    monkeypatch.setattr("experiments.execute.size", lambda: count)
+    run = Run(compose([*words, "scale=smoke", f"results={tmp_path}", "tracking=off"]))
+    with pytest.raises(ConfigError, match=message):
+        execute(run)
+    assert not any(tmp_path.iterdir())
