@@ -18,7 +18,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
-        bench-optimizer bench-training torture fuzz test lint \
+        dashboard wandb-sync bench-optimizer bench-training torture fuzz test lint \
         audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -61,8 +61,13 @@ $(SWEEPS): sweep-%: $(READY)
 
 ##   report                 results/README.md and one page with everything, results/report.html
 ##   redraw                 draw pictures again from their csv, after a change of colours
-report redraw: $(READY)
+##   dashboard              W&B: a report with a section for every figure; needs an account
+report redraw dashboard: $(READY)
 	@$(PY) -m experiments $@ $(ARGS)
+
+##   wandb-sync             W&B: upload what was recorded offline
+wandb-sync: $(READY)
+	@WANDB_DIR=results $(VENV)/bin/wandb sync --yes $(ARGS)
 
 ##   all                    every figure, table and claim, and the report
 all: figures tables surprises claims report
@@ -127,7 +132,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-##   setup-cluster          add the launchers for many jobs: joblib, submitit (Slurm), Ray
+##   setup-cluster          add the launchers for many jobs: joblib, submitit (Slurm), Ray; W&B reports
 setup-cluster: $(READY)
 	@echo "Adding the launchers of requirements-cluster.lock to $(VENV)."
 	@$(PY) -m pip install --quiet -r requirements-cluster.lock

@@ -10,6 +10,7 @@
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments redraw        after a change of looks: every picture from its csv
     python -m experiments report        results/README.md and results/report.html from what is there
+    python -m experiments dashboard     a W&B report with a section for every figure
 
 `all` instead of a number makes everything that is built. Words of the form key=value go to every
 run as behind run.py: scale=smoke tracking=off.
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError, compose
-from experiments.record import publish_figure
+from experiments.record import account, publish_figure
 from experiments.runs import (
     Groups,
     Spec,
@@ -184,6 +185,15 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
         print(path)
 
 
+def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.dashboard import publish
+
+    tracking = compose(overrides).tracking
+    entity = account(tracking)
+    figures = {f"figure-{path.stem}": load_spec("figure", path.stem) for path in specs("figure")}
+    print(publish(figures, entity, tracking.project))
+
+
 def train_missing(groups: Groups, title: str) -> bool:
     """Train whatever runs are not there; return whether there were any."""
     runs = all_runs(groups)
@@ -252,6 +262,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "status": status,
     "redraw": redraw,
     "report": report,
+    "dashboard": dashboard,
 }
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ class Mirror:
         return cls.start(
             config.tracking,
             config.results,
-            group=config.experiment,
+            group=f"{config.experiment} {folder.parent.name}",  # a setting: its runs are the seeds
             job_type=config.optimizer_name,
             name=f"{folder.parent.name}-seed{config.seed}",
             tags=list(tags),
@@ -400,6 +400,15 @@ def logged_in() -> bool:
             except netrc.NetrcParseError:
                 return False
     return False
+
+
+def account(tracking: Tracking) -> str:
+    """The W&B account that runs go to."""
+    if not logged_in():
+        raise ConfigError("W&B is not to be reached without an account: wandb login")
+    import wandb
+
+    return tracking.entity or str(wandb.Api().default_entity)
 
 
 def publish_figure(tracking: Tracking, results: Path, name: str, image: Path) -> None:

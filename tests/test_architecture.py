@@ -17,10 +17,12 @@ ARROWS = {
     },
     "hydra_plugins": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.__main__": {
-        "experiments.claims", "experiments.config", "experiments.execute", "experiments.figures",
-        "experiments.grids", "experiments.index", "experiments.record", "experiments.report",
-        "experiments.runs", "experiments.status", "experiments.stopping", "experiments.tables",
+        "experiments.claims", "experiments.config", "experiments.dashboard",
+        "experiments.execute", "experiments.figures", "experiments.grids", "experiments.index",
+        "experiments.record", "experiments.report", "experiments.runs", "experiments.status",
+        "experiments.stopping", "experiments.tables",
     },
+    "experiments.dashboard": {"experiments.config", "experiments.runs"},
     "experiments.status": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.execute": {
         "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.parallel",
@@ -93,6 +95,7 @@ KEPT_IN = {
     "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",
                     "experiments.models"},
     "wandb": {"experiments.record"},
+    "wandb_workspaces": {"experiments.dashboard"},
     "matplotlib": {"experiments.bench", "experiments.figures"},
     "hydra": {"run", "hydra_plugins", "experiments.config", "experiments.figures",
               "experiments.claims"},

@@ -11,8 +11,8 @@ from experiments.config import ROOT, ConfigError, compose
 from experiments.execute import execute
 from experiments.runs import Run
 
-WORDS = ["experiment=resnet_cifar10", "optimizer=adam", "scale=smoke", "tracking=off"]
-WORDS += ["steps=20", "optimizer.lr=0.01"]
+# SGD: Adam makes steps of the rounding errors that are the gradient of a bias before a batch norm.
+WORDS = ["experiment=resnet_cifar10", "optimizer=sgd", "scale=smoke", "tracking=off", "steps=20"]
 
 
 def torchrun(folder, *words):
@@ -33,10 +33,10 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     assert two.done and two.info["machine"]["processes"] == 2
     ours, theirs = one.metrics(), two.metrics()
     assert list(ours["step"]) == [5, 10, 15, 20]
-    # The order of additions differs, and Adam makes much of a small difference.
-    np.testing.assert_allclose(ours["classifier/loss"], theirs["classifier/loss"], rtol=1e-3)
-    np.testing.assert_allclose(ours["test_loss"], theirs["test_loss"], rtol=1e-3)
-    assert abs(ours["classifier/loss"].iloc[-1] - ours["classifier/loss"].iloc[0]) > 0.3
+    np.testing.assert_allclose(theirs["classifier/loss"], ours["classifier/loss"], rtol=1e-4)
+    # As far apart as one process is from itself with images in another memory layout.
+    np.testing.assert_allclose(theirs["test_loss"], ours["test_loss"], rtol=5e-3)
+    assert ours["classifier/loss"].iloc[0] - ours["classifier/loss"].iloc[-1] > 0.3
 
 
 @pytest.mark.parametrize(

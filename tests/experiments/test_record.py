@@ -182,7 +182,7 @@ def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
     messages = finished_wandb(tmp_path)
     (about,) = (m.run for m in messages if m.HasField("run"))
     assert about.project == "adashift"
-    assert about.run_group == "counterexample_stochastic"
+    assert about.run_group == f"counterexample_stochastic adam-{run.config.digest()}"
     assert about.job_type == "adam"
     assert list(about.tags) == ["figure-01"]
     config = plain(about.config.update)
