@@ -114,7 +114,7 @@ def test_all_is_every_figure_table_and_claim_and_then_the_report(make):
     words = [
         line.split("experiments ")[1].split()[0] for line in make("-n", "all").stdout.splitlines()
     ]
-    assert words == ["figure", "table", "claims", "report"]
+    assert words == ["figure", "table", "surprises", "claims", "report"]
 
 
 def test_a_figure_can_have_another_curve(make):
