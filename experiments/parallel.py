@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def is_first() -> bool:
     """Whether this process writes and speaks; so does one that is alone."""
-    return int(os.environ.get("RANK", 0)) == 0
+    # Other tools set RANK too.
+    return not dist.is_torchelastic_launched() or int(os.environ["RANK"]) == 0
 
 
 def size() -> int:

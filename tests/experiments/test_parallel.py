@@ -39,6 +39,12 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     assert ours["classifier/loss"].iloc[0] - ours["classifier/loss"].iloc[-1] > 0.3
 
 
+def test_a_rank_that_torchrun_has_not_given_means_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    words = ["experiment=mnist_lr", "scale=smoke", "tracking=off", f"results={tmp_path}"]
+    assert execute(Run(compose(words))) == "finished"
+
+
 @pytest.mark.parametrize(
     ("words", "count", "message"),
     [
