@@ -140,9 +140,10 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
     same = device.type == "cpu" if config.deterministic is None else config.deterministic
     torch.use_deterministic_algorithms(same, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = same
-    if same:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = same
+        if same:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     return same
 
 

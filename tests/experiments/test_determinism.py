@@ -12,7 +12,6 @@ from tests.experiments.killing import run_of
 def torch_is_as_it_was():
     yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
 
 
 @pytest.mark.parametrize("experiment", ["wgan_gp", "nmt"])
