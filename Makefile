@@ -10,7 +10,7 @@ TESTS  ?= tests
 
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.installed
-FIGURES := $(addprefix figure-,$(shell seq 1 24))
+FIGURES := $(addprefix figure-,$(shell seq 1 24) s2 s3)
 TABLES  := $(addprefix table-,$(shell seq 1 9))
 SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
@@ -25,7 +25,8 @@ help: # every line of this file that starts with two hashes, in order
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 ## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
-##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/
+##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/; figure-s2, figure-s3: why
+##                          we see something else than the paper
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* scale=$(SCALE) $(ARGS)
 
