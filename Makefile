@@ -18,7 +18,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
-        dashboard wandb-sync bench-optimizer bench-training torture fuzz test lint \
+        dashboard wandb-sync bench-optimizer bench-training bench-engines torture fuzz test lint \
         audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -80,6 +80,11 @@ bench-optimizer: $(READY)
 ##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/tables/
 bench-training: $(READY)
 	@$(PY) -m experiments.bench_training $(ARGS)
+
+##   bench-engines          a sweep of 12 runs on every engine, killed and started twice too: results/tables/; needs
+##                          setup-cluster
+bench-engines: $(READY)
+	@$(PY) -m experiments.bench_engines $(ARGS)
 
 ##   torture                kill trainings 50 times, continue them, compare their records: results/tables/
 torture: $(READY)

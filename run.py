@@ -18,8 +18,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.config import CONF, ConfigError, one_line_errors, resolve
-from experiments.execute import execute
-from experiments.parallel import is_first
 from experiments.runs import Run
 from experiments.stopping import ASKED
 
@@ -29,6 +27,9 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> str:
+    # Here, for it imports torch: a slip is told at once, and a launcher trains nothing itself.
+    from experiments.execute import execute
+
     about = HydraConfig.get()
     alone = about.mode != RunMode.MULTIRUN
     with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
@@ -40,7 +41,9 @@ def main(cfg: DictConfig) -> str:
 
 
 def say(line: str) -> None:
-    if is_first():  # of the processes of torchrun
+    from experiments.parallel import is_first  # of the processes of torchrun
+
+    if is_first():
         print(line)
 
 

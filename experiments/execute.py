@@ -42,7 +42,7 @@ def execute(
     """
     if ASKED.by:
         raise KeyboardInterrupt
-    config = run.config
+    config, before = run.config, run.info
     if run.done and not config.force:
         announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
         remove_left_over(run)
@@ -50,17 +50,21 @@ def execute(
     with device_for(config.device) as device, team(device) as members:
         if not is_first():
             return follow(device, config, members)
-        return execute_on(device, run, announce, wait, members)
+        return execute_on(device, run, announce, wait, members, before)
 
 
 def execute_on(
-    device: torch.device, run: Run, announce: Callable[[str], None], wait: bool, members: Team
+    device: torch.device,
+    run: Run,
+    announce: Callable[[str], None],
+    wait: bool,
+    members: Team,
+    before: dict[str, Any],  # run.json as it was when this process decided to train
 ) -> str:
     # Everything that can be refused is built before the first file is written.
     config = run.config
     deterministic = set_up_torch(config, device)
     task, training = prepare(config, device)
-    before = run.info
     with locked(run.folder, announce if wait else None) as mine:
         if not mine:
             return "busy"
@@ -73,7 +77,7 @@ def execute_on(
         length = "" if task.ends else f", {training.keywords['steps']:,} steps"
         announce(f"{size_of(config)}{length}: {shown(run.folder)}")
         with (
-            Record(run.folder, config, run.command(), figures_using(run)) as record,
+            Record(run.folder, config, run.command(), tags_of(run)) as record,
             noted_kernels() as kernels,
         ):
             record.about = {"deterministic": deterministic}
@@ -87,6 +91,11 @@ def execute_on(
     if record.status == "diverged":
         announce(f"a loss or a parameter was no number at step {record.step:,}")
     return record.status
+
+
+def tags_of(run: Run) -> list[str]:
+    """For W&B alone, since it takes most of a second to find them."""
+    return [] if run.config.tracking.mode == "off" else figures_using(run)
 
 
 def follow(device: torch.device, config: Config, members: Team) -> str:

@@ -132,16 +132,21 @@ class Record:
             self.mirror.keep(self.folder / name)
         self.write_info(self.status, error=repr(error) if error else None)
 
+    def note_failure(self, error: BaseException) -> None:
+        """Word of a run that failed before it could begin, so that its status tells of it."""
+        self.started, self.begun = time.time(), time.monotonic()
+        self.write_info("failed", error=repr(error))
+
     def write_info(self, status: str, error: str | None = None) -> None:
+        whole = status != "running" and (self.folder / METRICS).exists()
         info = {
             "status": status,
             "step": self.step,
             "error": error,
-            "sha256": None if status == "running" else hash_metrics(self.folder),
+            "sha256": hash_metrics(self.folder) if whole else None,
             "seconds": round(self.seconds, 3),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
             "command": self.command,
-            "tags": self.tags,
             "machine": machine(),
             "commit": commit(),
             "versions": versions(),

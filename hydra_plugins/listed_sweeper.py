@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from experiments.config import ROOT, ConfigError, compose, expand, last_line
-from experiments.record import locked
+from experiments.record import Record, locked
 from experiments.runs import Run, all_runs, asked_for, load_spec, refuse_other_runs
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # and not for a run
@@ -59,6 +59,7 @@ class ListedSweeper(Sweeper):
         for job, error in failures:
             text = f"failed: {type(error).__name__}: {last_line(error)}"
             print(f"{text}\n    {job.run.command()}", file=sys.stderr)
+            keep_word(job.run, error)
         if failures:
             raise ConfigError(f"{len(failures)} of {len(jobs)} runs failed, see above")
 
@@ -113,6 +114,13 @@ class ListedSweeper(Sweeper):
         with locked(job.run.folder, announce=print):
             done = job.run.done
         return [] if done else self.train([job])
+
+
+def keep_word(run: Run, error: Exception) -> None:
+    """`make status` tells of every failure, also of a run that could not begin."""
+    with locked(run.folder) as mine:
+        if mine and run.status == "missing":
+            Record(run.folder, run.config, run.command()).note_failure(error)
 
 
 def job_of(run: Run, words: list[str]) -> Job:

@@ -41,6 +41,9 @@ ARROWS = {
     "experiments.torture": {
         "experiments.config", "experiments.execute", "experiments.runs", "experiments.timing",
     },
+    "experiments.bench_engines": {
+        "experiments.config", "experiments.runs", "experiments.timing", "experiments.torture",
+    },
     "experiments.bench_training": {
         "experiments.config", "experiments.data", "experiments.execute", "experiments.timing",
         "experiments.loop", "experiments.record",

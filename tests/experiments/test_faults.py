@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments import execute as execution
 from experiments import figures
 from experiments import record as records
 from experiments.data import files, folder, mnist
@@ -247,6 +248,22 @@ def test_two_writers_train_once(tmp_path):
     assert ends == ["finished"] * 2
     assert sum("another process has trained it" in line for line in lines) == 1
     assert record_of(run) == record_of(whole)
+
+
+def test_a_run_that_another_ends_while_this_one_prepares_is_not_trained_again(
+    tmp_path, monkeypatch
+):
+    run, lines = run_of(tmp_path, "mnist_lr"), []
+    prepare = execution.prepare
+
+    def slowly(config, device):
+        monkeypatch.setattr(execution, "prepare", prepare)
+        execute(run)  # the other process
+        return prepare(config, device)
+
+    monkeypatch.setattr(execution, "prepare", slowly)
+    assert execute(run, announce=lines.append) == "finished"
+    assert len(lines) == 1 and "another process has trained it" in lines[0]
 
 
 def test_a_clock_that_is_set_back(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from experiments.config import ROOT, ConfigError, compose
 from experiments.execute import execute
 from experiments.record import locked
 from experiments.runs import Run, load_spec
+from experiments.status import lines_of
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 
@@ -110,10 +111,17 @@ def test_a_run_that_fails_does_not_stop_the_others(sweep, capsys):
 
     with pytest.raises(ConfigError, match="1 of 3 runs failed, see above"):
         sweep(Engine(train), "seed=0,1,2")
-    assert [run.status for run in sweep.runs([0, 1, 2])] == ["finished", "missing", "finished"]
+    runs = sweep.runs([0, 1, 2])
+    assert [run.status for run in runs] == ["finished", "failed", "finished"]
+    shown = lines_of("sweep", runs)  # though it had not begun
+    assert "1 failed of 3 runs" in shown[0] and "memory" in shown[1]
+    assert shown[2].strip() == runs[1].command()
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "failed: ConfigError: memory"
     assert Run(compose(shlex.split(told[1])[2:])).config.seed == 1
+    engine = Engine()
+    sweep(engine, "seed=0,1,2")  # the same sweep tries it again
+    assert engine.batches == [["1"]] and runs[1].status == "finished"
 
 
 def test_a_process_that_is_killed_costs_its_own_run_alone(sweep, capsys):
