@@ -67,8 +67,8 @@ class Product:
     def command(self) -> str:
         if self.kind == "claim":
             return f"make {self.number}"
-        if self.number.isdigit():
-            return f"make {self.kind}-{int(self.number)}"
+        if re.fullmatch(r"s?\d+", self.number):  # those that make knows
+            return f"make {self.kind}-{self.number.lstrip('0')}"
         return f"python -m experiments {self.kind} {self.number}"
 
     @property
