@@ -24,7 +24,7 @@ from experiments.config import Config, ConfigError, build, last_line
 from experiments.loop import train
 from experiments.parallel import is_first, size
 from experiments.progress import progress
-from experiments.record import Record, locked
+from experiments.record import KILLED, Record, locked
 from experiments.runs import Run, figures_using
 from experiments.stopping import ASKED, answered_at_once, end_with_parent
 from experiments.task import Task
@@ -326,7 +326,7 @@ def one_by_one(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
         context = get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
             end = result_of(pool.submit(try_to_execute, run, wait=True))
-            yield run, end if end != "killed" else "failed: its process was killed; memory?"
+            yield run, end if end != "killed" else f"failed: {KILLED}"
 
 
 def try_to_execute(run: Run, wait: bool = False) -> str:

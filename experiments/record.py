@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
 METRICS, INFO, LOCK = "metrics.csv", "run.json", ".lock"
+KILLED = "its process was ended from outside; was there memory enough?"
 COLUMNS = ("step", "metric", "value")
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 

@@ -80,18 +80,16 @@ class Run:
     def words(self) -> list[str]:
         c = self.config
         names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
+        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
         try:
             plain = leaves(cached_config(names).identity())
-        except ConfigError:  # no tuned values for this pair, so all of them were given by hand
-            plain = {}
-        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
+        except ConfigError:  # no tuned values for this pair, so the optimizer's were given by hand
+            own = {k: v for k, v in values.items() if k.startswith("optimizer.")}
+            usual = leaves(cached_config((*names, *map(given, own, own.values()))).identity())
+            plain = {k: v for k, v in usual.items() if k not in own}
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
-        plus = {k: "" if k in plain else "++" for k in changed}
-        given = [
-            f"{plus[k]}{typed(k)}={json.dumps(v, separators=(',', ':'))}"
-            for k, v in changed.items()
-        ]
-        return [*names, *given, f"seed={c.seed}"]
+        more = [given(k, v, "" if k in plain else "++") for k, v in changed.items()]
+        return [*names, *more, f"seed={c.seed}"]
 
     def with_seed(self, seed: int) -> Run:
         return Run(self.config.model_copy(update={"seed": seed}))
@@ -224,6 +222,11 @@ def typed(key: str) -> str:
     """A key as it is typed: the parts of a task stand at the top."""
     short = key.removeprefix("task.")
     return short if short.split(".")[0] in PARTS else key
+
+
+def given(key: str, value: Any, plus: str = "++") -> str:
+    """A word of the command line."""
+    return f"{plus}{typed(key)}={json.dumps(value, separators=(',', ':'))}"
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:

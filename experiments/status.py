@@ -46,7 +46,7 @@ def counted(states: Iterable[str]) -> str:
 
 
 def failure(status: str, error: str | None, command: str) -> list[str]:
-    cause = error or "its process was ended from outside; was there memory enough?"
+    cause = error or record.KILLED
     return [f"    {status}: {' '.join(cause.split())}", f"        {command}"]
 
 

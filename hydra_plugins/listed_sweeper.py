@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from experiments.config import ROOT, ConfigError, compose, expand, last_line
-from experiments.record import Record, locked
+from experiments.record import KILLED, Record, locked
 from experiments.runs import Run, all_runs, asked_for, load_spec, refuse_other_runs
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # and not for a run
@@ -57,8 +57,9 @@ class ListedSweeper(Sweeper):
         print(f"{len(every)} runs, {len(every) - len(jobs)} are there already", flush=True)
         failures = self.train(jobs)
         for job, error in failures:
-            text = f"failed: {type(error).__name__}: {last_line(error)}"
-            print(f"{text}\n    {job.run.command()}", file=sys.stderr)
+            killed = job.run.status == "killed"  # of which an engine tells in its own words
+            cause = KILLED if killed else f"{type(error).__name__}: {last_line(error)}"
+            print(f"failed: {cause}\n    {job.run.command()}", file=sys.stderr)
             keep_word(job.run, error)
         if failures:
             raise ConfigError(f"{len(failures)} of {len(jobs)} runs failed, see above")

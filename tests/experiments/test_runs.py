@@ -8,6 +8,8 @@ from experiments import runs
 from experiments.config import CONF, ConfigError, compose
 from experiments.runs import Run, Spec, figures_using, load_spec
 
+OWN = ["experiment=mnist_lr", "optimizer=own", "optimizer._target_=torch.optim.SGD", "steps=20"]
+OWN += ["optimizer.lr=0.01"]
 STOCHASTIC = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=paper"]
 
 
@@ -25,11 +27,17 @@ def test_the_command_of_a_run_makes_that_run():
         [*STOCHASTIC, "task.bounds=[-1,1]", "steps=500"],
         [*STOCHASTIC, "+optimizer.weight_decay=0.1"],
         ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
+        OWN,
     ):
         run = Run(compose(overrides))
         words = shlex.split(run.command())
         assert words[:2] == ["python", "run.py"]
         assert Run(compose(words[2:])).folder == run.folder, run.command()
+
+
+def test_the_command_of_an_own_optimizer_repeats_nothing_of_the_experiment():
+    assert " steps=20 " in Run(compose(OWN)).command()
+    assert "task" not in Run(compose(OWN)).command() and "data" not in Run(compose(OWN)).command()
 
 
 def test_a_run_knows_the_figures_it_is_part_of():
