@@ -32,7 +32,8 @@ FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
 LONGEST = 256  # slots that kernel.c can sum up
 
-RULE, JOB = Struct("8d2q"), Struct("9Q2q2d")  # Rule and Job of kernel.c
+RULE, JOB = Struct("8d2qQ"), Struct("9Q2q2d")  # Rule and Job of kernel.c
+BORN_IN = os.getpid()
 
 
 class NoKernel(Exception):
@@ -125,6 +126,19 @@ def load(real: str, bits: str) -> Any:
     return step
 
 
+@cache
+def torch_threads() -> int:
+    """Address of what runs a function in torch's own threads, or 0.
+
+    They may still spin after torch's last operation, and threads of ours would wait behind them.
+    """
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel  # where torch uses another OpenMP, it is not there
+    except (AttributeError, OSError):
+        return 0
+    return ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
 def takes(p: Tensor, phi: Any) -> bool:
     """Whether there is a kernel for this parameter and φ."""
     plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not hasattr(p, "placements")
@@ -195,4 +209,5 @@ class Jobs:
         sign = -1.0 if group["maximize"] else 1.0
         phi = list(PHI).index(group["phi"])
         numbers = (lr, beta1, beta2, group["eps"], total_weight(beta1, m), *decays, sign)
-        return RULE.pack(*numbers, phi, torch.get_num_threads())
+        pool = torch_threads() if os.getpid() == BORN_IN else 0  # a fork has lost its threads
+        return RULE.pack(*numbers, phi, torch.get_num_threads(), pool)

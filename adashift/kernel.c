@@ -21,6 +21,7 @@ enum { MAX, MEAN, NONE };
 typedef struct {
     double lr, beta1, beta2, eps, total, decay, coupled, sign;
     int64_t phi, threads;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL */
 } Rule;
 
 typedef struct {
@@ -192,7 +193,7 @@ static double share(const Rule *r, const Job *j, int64_t a, int64_t end, REAL st
     return part;
 }
 
-static void *take_shares(void *argument) {
+static void take_shares(void *argument) {
     Work *w = argument;
     for (int64_t i = 0, number; (number = atomic_fetch_add(&w->next, 1)) < w->first[w->count];) {
         while (w->first[i + 1] <= number) i++;
@@ -200,7 +201,19 @@ static void *take_shares(void *argument) {
         const int64_t a = (number - w->first[i]) * SHARE;
         w->part[number] = share(w->rule, j, a, a + SHARE < j->size ? a + SHARE : j->size, w->step[i]);
     }
-    return NULL;
+}
+
+static void *help(void *argument) { return take_shares(argument), NULL; }
+
+/* Threads of our own, where torch's cannot be had. */
+static void take_shares_together(Work *w, int64_t wanted) {
+    pthread_t helper[MOST];
+    int64_t helpers = 0;
+    while (helpers < wanted - 1 && helpers < MOST &&
+           !pthread_create(&helper[helpers], NULL, help, w))
+        helpers++;
+    take_shares(w);
+    while (helpers > 0) pthread_join(helper[--helpers], NULL);
 }
 
 /* v sees g_{t−n}, never g_t; a block without a scale of gradients (v = 0) does not move. */
@@ -231,13 +244,10 @@ int adashift_step(const Rule *rule, const Job *jobs, int64_t count) {
     if (!w.part) return free(w.first), 1;
     w.step = w.part + w.first[count];
     for (int64_t i = 0; i < count; i++) w.step[i] = step_size(rule, jobs + i);
-    pthread_t helper[MOST];
-    int64_t helpers = 0, wanted = rule->threads < w.first[count] ? rule->threads : w.first[count];
-    while (helpers < wanted - 1 && helpers < MOST &&
-           !pthread_create(&helper[helpers], NULL, take_shares, &w))
-        helpers++;
-    take_shares(&w);
-    while (helpers > 0) pthread_join(helper[--helpers], NULL);
+    const int64_t wanted = rule->threads < w.first[count] ? rule->threads : w.first[count];
+    if (wanted < 2) take_shares(&w);
+    else if (rule->parallel) rule->parallel(take_shares, &w, wanted, 0);
+    else take_shares_together(&w, wanted);
     for (int64_t i = 0; i < count && rule->phi != NONE; i++) set_phi(&w, i);
     free(w.part);
     free(w.first);

@@ -293,7 +293,8 @@ def panel_of(spec: Spec, panel: dict[str, Any], table: pd.DataFrame) -> dict[str
     optimizers = [optimizer_of(spec, name) for name in names]
     orders, axes = panel.get("orders", False), panel.get("axes", {})
     prefix = prefix_of(panel.get("smooth", 1), orders)
-    prefix = prefix if f"{prefix}mean" in table else ""  # conf/ has smoothed it since
+    if f"{prefix}mean" not in table:  # conf/ has smoothed it since
+        prefix = prefix.replace("smooth_", "")
     curves = []
     for label, optimizer, look in zip(
         names.values(), optimizers, looks_of(optimizers), strict=True

@@ -304,22 +304,48 @@ def test_gradients_of_another_layout_are_taken_by_the_default(monkeypatch):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def stepped(phi, threads):
+    """A parameter after nine steps of the kernel by so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        p = torch.nn.Parameter(torch.zeros(300_001))
+        opt = AdaShift([p], n=3, phi=phi, fused=True)
+        for t in range(9):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
+            opt.step()
+        return p.detach()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's threads", "own threads"])
 @pytest.mark.parametrize("phi", PHIS)
-def test_the_number_of_threads_does_not_change_a_bit(phi):
-    results = []
-    threads = torch.get_num_threads()
-    for number in (1, 2, 5):
-        torch.set_num_threads(number)
-        try:
-            p = torch.nn.Parameter(torch.zeros(300_001))
-            opt = AdaShift([p], n=3, phi=phi, fused=True)
-            for t in range(9):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
-                opt.step()
-            results.append(p.detach())
-        finally:
-            torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+def test_the_number_of_threads_does_not_change_a_bit(phi, own, monkeypatch):
+    if own:
+        monkeypatch.setattr(fused, "torch_threads", lambda: 0)
+    alone = stepped(phi, 1)
+    assert torch.equal(stepped(phi, 2), alone) and torch.equal(stepped(phi, 5), alone)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_steps_without_the_threads_that_it_has_lost():
+    """In a process of its own: pytest's workers have threads, which must not be forked."""
+    script = """
+import os, torch
+from adashift import AdaShift
+torch.set_num_threads(2)
+p = torch.nn.Parameter(torch.ones(300_001))
+p.grad = torch.ones_like(p)
+optimizer = AdaShift([p], n=1, fused=True)
+optimizer.step()
+child = os.fork()
+optimizer.step()
+if not child:
+    os._exit(0 if p[0] < 1 else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def test_a_window_longer_than_the_kernel_can_sum_up():
