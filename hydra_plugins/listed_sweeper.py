@@ -102,8 +102,8 @@ class ListedSweeper(Sweeper):
             return [(jobs[0], error)]
         left = [job for job in jobs if not job.run.done]
         waiting = [job for job in left if job.run.status == "missing"]
-        if len(waiting) == len(jobs):  # none has begun: it is the engine
-            raise error
+        if len(waiting) == len(jobs):  # none has begun
+            raise ConfigError(f"the engine does not start: {last_line(error)}") from error
         failures = self.train(waiting)
         for job in left:
             if not job.run.done and job not in waiting:

@@ -48,7 +48,8 @@ class GradientCorrelation(LinearClassifier):
 
     The gradients are those of the weight between the two hidden layers. While training, v already
     runs; with `frozen` the parameters then stay, else training goes on. With `unit` every gradient
-    is divided by its norm before it is looked at, so that its size can tell nothing.
+    is divided by its norm before it is looked at, so that its size can tell nothing. Where all
+    images of a batch are beyond doubt it is exactly 0, and stays so.
     """
 
     def __init__(
@@ -77,8 +78,7 @@ class GradientCorrelation(LinearClassifier):
     def after_step(self) -> None:
         assert self.weight.grad is not None
         show = self.study.warm_up if self.done < self.training else self.study.update
-        g = self.weight.grad
-        show(g / g.norm() if self.unit else g)
+        show(of_size_1(self.weight.grad) if self.unit else self.weight.grad)
         self.done += 1
 
     def evaluate(self) -> dict[str, float]:
@@ -92,6 +92,13 @@ class GradientCorrelation(LinearClassifier):
         super().load_state_dict(state)
         self.done = state["done"]
         self.study.load_state_dict(state["study"])
+
+
+def of_size_1(g: Tensor) -> Tensor:
+    """Divided by its norm, in two steps: the squares of small numbers would be 0."""
+    tiny = torch.finfo(g.dtype).tiny
+    g = g / g.abs().max().clamp_min(tiny)
+    return g / g.norm().clamp_min(tiny)
 
 
 def between_hidden_layers(weights: list[Parameter]) -> Parameter:

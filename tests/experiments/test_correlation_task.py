@@ -12,7 +12,7 @@ from adashift.probe import DecorrelationProbe
 from experiments.config import ConfigError, build, compose
 from experiments.execute import execute
 from experiments.runs import Run
-from experiments.tasks.correlation import GradientCorrelation, Look
+from experiments.tasks.correlation import GradientCorrelation, Look, of_size_1
 
 CPU = torch.device("cpu")
 SMOKE = ["experiment=mnist_correlation", "optimizer=adashift", "scale=smoke", "tracking=off"]
@@ -246,3 +246,8 @@ def test_gradients_of_unit_length_are_looked_at_and_not_used(monkeypatch):
     for g, shown in zip(usual, seen, strict=True):
         torch.testing.assert_close(shown * g.norm(), g)
     assert "unit" not in compose(SMOKE).task  # the runs of Tables 1 to 4 stay what they are
+
+
+def test_a_gradient_of_zero_has_no_size_to_be_taken_away():
+    assert torch.equal(of_size_1(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert of_size_1(torch.full((4,), 1e-30)).norm() == pytest.approx(1)

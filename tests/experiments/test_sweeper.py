@@ -148,7 +148,7 @@ def test_an_engine_that_does_not_start_is_told(sweep):
     def train(words):
         raise OSError("sbatch: not found")
 
-    with pytest.raises(OSError, match="sbatch"):
+    with pytest.raises(ConfigError, match="the engine does not start: sbatch: not found"):
         sweep(Engine(train), "seed=0,1")
 
 
