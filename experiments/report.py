@@ -116,7 +116,7 @@ class Product:
             return f"{duration(self.seconds)} of training"
         head = spec_path(self.kind, self.number).read_text().splitlines()[0]
         said = re.search(r"\((?:\w+ scale[;:,] )?(.*)\)", head)
-        return said[1] if said and "TIME" not in said[1] else ""
+        return said[1] if said else ""
 
     @property
     def verdict(self) -> str:

@@ -59,6 +59,12 @@ def tail_sd(metrics: pd.DataFrame, metric: str) -> float:
     return float(tail(metrics, metric).std(ddof=0))
 
 
+def rise_log10(metrics: pd.DataFrame, metric: str) -> float:
+    """How far a curve has risen above where it had been before, in orders of magnitude."""
+    curve = np.log10(metrics[metric].dropna())
+    return float((curve - curve.cummin()).max())
+
+
 def early_mean(metrics: pd.DataFrame, metric: str) -> float:
     """Over the first third of the steps."""
     early = metrics["step"] <= metrics["step"].iloc[-1] / 3

@@ -200,6 +200,12 @@ def test_statistics():
     assert statistics.differs_from_exact(curve, "x") == 0.5
 
 
+def test_a_rise_is_that_above_the_least_before_it():
+    curve = pd.DataFrame({"x": [1000.0, 10.0, np.nan, 100.0, 1.0, 5.0]})
+    assert statistics.rise_log10(curve, "x") == pytest.approx(1)
+    assert statistics.rise_log10(curve.iloc[:2], "x") == 0
+
+
 def test_the_tail_is_the_last_tenth():
     curve = pd.DataFrame({"step": range(41), "x": [*[100.0] * 36, 1.0, 3.0, 1.0, 3.0, np.nan]})
     assert statistics.tail_mean(curve, "x") == 2 and statistics.tail_sd(curve, "x") == 1
