@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 
 from experiments.config import CONF, ConfigError, one_line_errors, resolve
 from experiments.runs import Run
-from experiments.stopping import ASKED
+from experiments.stopping import ASKED, end_with_parent
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
@@ -32,6 +33,8 @@ def main(cfg: DictConfig) -> str:
 
     about = HydraConfig.get()
     alone = about.mode != RunMode.MULTIRUN
+    if parent_process() is not None:  # a worker of joblib
+        end_with_parent()
     with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
         run = Run(resolve(cfg, about.runtime.choices))
         # A sweep does its other runs while another process trains this one.

@@ -5,6 +5,7 @@ ADASHIFT_CACHE, else in the user's cache folder, under a name that changes with 
 compiler and the processor; without a folder to write to it is compiled anew in each process.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -70,7 +71,9 @@ def folder() -> Path:
         with tempfile.TemporaryFile(dir=root):
             return Path(root)
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="adashift-"))
+        own = tempfile.mkdtemp(prefix="adashift-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return Path(own)
 
 
 def run(command: list[str]) -> str:
@@ -141,20 +144,23 @@ def torch_threads() -> int:
 
 def takes(p: Tensor, phi: Any) -> bool:
     """Whether there is a kernel for this parameter and φ."""
-    plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not hasattr(p, "placements")
+    own = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__  # DTensor …
+    plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not own
     return plain and library(p.dtype) is not None
 
 
-def fits(p: Tensor, g: Tensor, move: Move, v: Tensor) -> bool:
+def fits(p: Tensor, g: Tensor, move: Move, v: Tensor, phi: Tensor) -> bool:
     """Whether the kernel can make this step: memory without gaps, laid out alike, one front."""
     layout = p.stride()
     return (
         g.stride() == layout
-        and (move.slot is None or move.slot.stride() == layout)
+        and not g.is_neg()  # a sign that is not in memory
+        and g.dtype == v.dtype == phi.dtype == p.dtype  # a checkpoint keeps its own
+        and (move.slot is None or (move.slot.stride(), move.slot.dtype) == (layout, p.dtype))
         and len(move.front) < 2
         and len(move.closing) <= LONGEST
         and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
-        and (v.dim() == 0 or v.stride() == layout)
+        and (v.dim() == 0 or v.stride() == phi.stride() == layout)
     )
 
 
@@ -164,7 +170,7 @@ class Jobs:
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
         self.packed = dict[torch.dtype, list[bytes]]()
-        self.tables = list[Any]()  # what the kernel holds addresses of
+        self.held = list[Any]()  # what the kernel has addresses of and nobody else may hold
         self.clocks = dict[int, tuple[str, float]]()  # most parameters have the same t
 
     def add(self, p: Tensor, g: Tensor, move: Move, state: State, t: int) -> None:
@@ -190,11 +196,12 @@ class Jobs:
             correction,
         )
         self.packed.setdefault(p.dtype, []).append(job)
+        self.held.append(g)  # a copy, where p.grad is the conjugate of what is in memory
 
     def table(self, closing: list[Tensor]) -> int:
         pointers = [slot.data_ptr() for slot in closing]
-        self.tables.append((ctypes.c_void_p * len(pointers))(*pointers))
-        return ctypes.addressof(self.tables[-1])
+        self.held.append((ctypes.c_void_p * len(pointers))(*pointers))
+        return ctypes.addressof(self.held[-1])
 
     def run(self) -> None:
         for dtype, jobs in self.packed.items():

@@ -252,7 +252,7 @@ class AdaShift(PerParameter):
             g = raw_gradient(p) if fused else gradient_of(p, group)  # the kernel does the rest
             t = begin(state, g, group)
             move = plan(state, g, t, beta1, m)
-            if fused and kernel.fits(theta, g, move, state["v"]):
+            if fused and kernel.fits(theta, g, move, state["v"], state[f"phi{t % group['n']}"]):
                 jobs.add(theta, g, move, state, t)
             elif by_lists(p, group):
                 entries.append((theta, gradient_of(p, group), state, move, t))

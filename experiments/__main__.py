@@ -24,12 +24,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import ConfigError, compose
-from experiments.record import account, publish_figure
+from experiments.record import account, locked, publish_figure
 from experiments.runs import (
     Groups,
     Spec,
@@ -219,21 +220,28 @@ def keep_index(kind: str, name: str, groups: Groups) -> None:
     made = {"figure": f"figures/figure-{name}.png", "table": f"tables/table-{name}.md"}
     is_made = kind in made and place(groups, made[kind]).exists()
     path = place(groups, "runs").with_suffix(".csv")
-    index.update(path, f"{kind}-{name}", all_runs(groups), is_made)
+    with one_at_a_time(groups):
+        index.update(path, f"{kind}-{name}", all_runs(groups), is_made)
+
+
+def one_at_a_time(groups: Groups) -> AbstractContextManager[bool]:
+    """runs.csv and claims.csv are read, changed and written by one process at a time."""
+    return locked(next(iter(groups.values()))[0].config.results / "runs", lambda line: None)
 
 
 def judge(spec: Spec, groups: Groups) -> None:
     """Judge the claims of a spec, print them, and bring claims.csv and claims.md up to date."""
     stem = place(groups, "claims")
-    known = read_verdicts(stem.with_suffix(".csv"))
-    rows = judge_spec(spec, groups, known)
+    with one_at_a_time(groups):
+        known = read_verdicts(stem.with_suffix(".csv"))
+        rows = judge_spec(spec, groups, known)
+        known |= {row["id"]: row for row in rows}
+        if rows:
+            write_verdicts(in_order(known), stem)
     for row in rows:
         print(f"{row['id']:12} {row['verdict']:12} {row['claim']}")
         for number in filter(None, row["numbers"].split("; ")):
             print(f"{'':25} {number}")
-    known |= {row["id"]: row for row in rows}
-    if rows:
-        write_verdicts(in_order(known), stem)
 
 
 def in_order(known: Mapping[str, dict[str, str]]) -> list[dict[str, str]]:

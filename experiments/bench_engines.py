@@ -54,7 +54,12 @@ class Sweep:
 
     def wait_for(self, *launchers: subprocess.Popen[bytes]) -> None:
         for launcher in launchers:
-            if launcher.wait(timeout=MOST):
+            try:
+                failed = launcher.wait(timeout=MOST)
+            except subprocess.TimeoutExpired:
+                failed = True
+                launcher.kill()
+            if failed:
                 raise OSError(f"a sweep failed: {self.log.read_text(errors='replace')[-2000:]}")
 
     @property

@@ -17,9 +17,8 @@ from scipy.special import stdtrit
 from experiments.config import ConfigError, one_line_errors
 from experiments.index import read_rows
 from experiments.record import write_text
-from experiments.runs import Run, Spec
+from experiments.runs import Groups, Run, Spec
 
-Groups = Mapping[str, Sequence[Run]]
 SAYING = ("verdict", "numbers", "seeds", "scale", "why")
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
@@ -85,8 +84,8 @@ def judge_part(claim: Claim, part: Part, groups: Groups) -> Outcome:
         words = f"{spoken(part.left)} − {spoken(part.right)}, {statistic} {metric}"
     low, high = interval(difference)
     verdict = weigh(part.relation, low, high, part.margin)
-    effect = float(difference.mean())
-    return Outcome(words=words, effect=effect, low=low, high=high, n=len(left), verdict=verdict)
+    effect, n = float(difference.mean()), len(difference)
+    return Outcome(words=words, effect=effect, low=low, high=high, n=n, verdict=verdict)
 
 
 def side(
@@ -95,7 +94,7 @@ def side(
     """A number per seed: of the named runs, or of how far several of them are apart."""
     if isinstance(names, str):
         return values(groups[names], metric, statistic)
-    table = np.array([values(groups[name], metric, statistic) for name in names])
+    table = np.broadcast_arrays(*(values(groups[name], metric, statistic) for name in names))
     return np.asarray(np.ptp(table, axis=0))
 
 

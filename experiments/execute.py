@@ -102,6 +102,7 @@ def follow(device: torch.device, config: Config, members: Team) -> str:
     """Take part in what the first process trains, which alone writes and speaks."""
     set_up_torch(config, device)
     _, training = prepare(config, device)
+    ASKED.follows = True
     begun = members.hear()
     if begun is None:
         return "left to the first process"
@@ -290,26 +291,31 @@ def in_turn(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
 
 
 def in_pool(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
-    workers = side_by_side(runs)
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=end_with_parent
-    )  # torch dislikes fork
-    try:
+    left = []
+    with workers(side_by_side(runs)) as pool:
         futures = {pool.submit(try_to_execute, run): run for run in runs}
-        left = []
         for future in as_completed(futures):
             end = result_of(future)
             if end in ("busy", "killed"):
                 left.append(futures[future])
             else:
                 yield futures[future], end
+    yield from one_by_one(left)
+
+
+@contextmanager
+def workers(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that train, and that end when this one is asked to."""
+    context = get_context("spawn")  # torch dislikes fork
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=end_with_parent)
+    try:
+        yield pool
     except BaseException:
         for worker in active_children():
             worker.terminate()  # it saves its run first
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    yield from one_by_one(left)
 
 
 def result_of(future: Future[str]) -> str:
@@ -323,10 +329,9 @@ def result_of(future: Future[str]) -> str:
 def one_by_one(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Each in a process of its own, so that one that kills it, for want of memory, is found out."""
     for run in runs:
-        context = get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
+        with workers(1) as pool:
             end = result_of(pool.submit(try_to_execute, run, wait=True))
-            yield run, end if end != "killed" else f"failed: {KILLED}"
+        yield run, end if end != "killed" else f"failed: {KILLED}"
 
 
 def try_to_execute(run: Run, wait: bool = False) -> str:

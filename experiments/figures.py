@@ -236,9 +236,9 @@ def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataF
 
 
 def last_number(values: pd.Series) -> tuple[int, float]:
-    """Step and value; NaN at the first step if there is none."""
+    """Step and value; ∞ at the first step if there is none (a csv would lose NaN)."""
     known = values[np.isfinite(values)]
-    return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.nan)
+    return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.inf)
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:

@@ -18,13 +18,11 @@ from experiments.claims import interval, values
 from experiments.config import one_line_errors
 from experiments.figures import Group, draw, redraw, scale_of, shaded
 from experiments.record import write_text
-from experiments.runs import Run, Spec
+from experiments.runs import Groups, Run, Spec
 from experiments.tables import refuse_missing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Groups = Mapping[str, Sequence[Run]]
 
 
 class Rule(BaseModel):

@@ -193,7 +193,10 @@ def is_locked(folder: Path) -> bool:
 def status_of(folder: Path) -> str:
     """missing, running, killed, interrupted, failed, diverged or finished."""
     status = str(read_info(folder).get("status", "missing"))
-    return "killed" if status == "running" and not is_locked(folder) else status
+    if status == "running" and not is_locked(folder):  # or it has ended in between
+        status = str(read_info(folder).get("status", "missing"))
+        return "killed" if status == "running" else status
+    return status
 
 
 def is_final(folder: Path) -> bool:

@@ -320,7 +320,9 @@ def numbers(part: pd.DataFrame, prefix: str, is_log: bool) -> dict[str, Any]:
     space = np.geomspace if is_log else np.linspace
     spread = space(1, len(part), MOST_POINTS)
     thin = part.iloc[np.unique(spread.round().astype(int)) - 1]
-    crossed = [(step, value) for step, vs in crosses(part.set_index("step")) for value in vs]
+    crossed = [
+        (step, value) for step, vs in crosses(part.set_index("step")) for value in map(short, vs)
+    ]
     return {
         "x": [int(step) for step in thin["step"]],
         "y": [short(value) for value in thin[f"{prefix}mean"]],
@@ -330,7 +332,7 @@ def numbers(part: pd.DataFrame, prefix: str, is_log: bool) -> dict[str, Any]:
 
 
 def short(value: float) -> float | None:
-    return None if pd.isna(value) else float(f"{value:.5g}")
+    return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def as_html(path: Path) -> str:

@@ -89,7 +89,8 @@ class Run:
             plain = {k: v for k, v in usual.items() if k not in own}
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
         more = [given(k, v, "" if k in plain else "++") for k, v in changed.items()]
-        return [*names, *more, f"seed={c.seed}"]
+        gone = [without(k, c) for k in plain if k not in values and k not in NAMES]
+        return [*names, *more, *dict.fromkeys(gone), f"seed={c.seed}"]
 
     def with_seed(self, seed: int) -> Run:
         return Run(self.config.model_copy(update={"seed": seed}))
@@ -227,6 +228,12 @@ def typed(key: str) -> str:
 def given(key: str, value: Any, plus: str = "++") -> str:
     """A word of the command line."""
     return f"{plus}{typed(key)}={json.dumps(value, separators=(',', ':'))}"
+
+
+def without(key: str, config: Config) -> str:
+    """The word that takes a value away, or all of which it is a part."""
+    top = key.split(".")[0]
+    return f"{top}=null" if getattr(config, top) is None else f"~{typed(key)}"
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:

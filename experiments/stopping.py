@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import parent_process
 from types import FrameType
 
@@ -19,8 +20,11 @@ class Asked:
     """Whether this process was asked to end; it stays so, for then no other run may begin."""
 
     by: signal.Signals | None = None
+    follows = False  # the first process of a team says when: alone in a step it would fail
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.follows:
+            return
         if self.by is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.by = signal.Signals(number)
@@ -64,13 +68,15 @@ def answered_at_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@cache
 def end_with_parent() -> None:
     """For a worker: without it, one whose parent was killed waits for work for ever."""
     parent = parent_process()
     assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        while os.getppid() == parent.pid:  # in joblib's workers it cannot be waited for
+            time.sleep(1)
         while True:  # a training ends after its step; then the signal finds nobody to catch it
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from experiments.claims import interval, values
 from experiments.config import ConfigError, one_line_errors
 from experiments.record import write_text
-from experiments.runs import Run, Spec
-
-Groups = Mapping[str, Sequence[Run]]
+from experiments.runs import Groups, Run, Spec
 
 
 class Number(BaseModel):

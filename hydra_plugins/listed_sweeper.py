@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from experiments.config import ROOT, ConfigError, compose, expand, last_line
-from experiments.record import KILLED, Record, locked
+from experiments.record import KILLED, Record, WriteError, locked
 from experiments.runs import Run, all_runs, asked_for, load_spec, refuse_other_runs
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # and not for a run
@@ -30,6 +30,11 @@ class Job(NamedTuple):
 
     run: Run
     words: list[str]
+    before: dict[str, Any]  # run.json when the sweep began
+
+    @property
+    def done(self) -> bool:
+        return self.run.done and not (self.run.config.force and self.run.info == self.before)
 
 
 class ListedSweeper(Sweeper):
@@ -53,11 +58,12 @@ class ListedSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         every = list({job.run.folder: job for job in self.jobs(arguments)}.values())
-        jobs = [job for job in every if job.run.config.force or not job.run.done]
+        jobs = [job for job in every if not job.done]
         print(f"{len(every)} runs, {len(every) - len(jobs)} are there already", flush=True)
         failures = self.train(jobs)
         for job, error in failures:
-            killed = job.run.status == "killed"  # of which an engine tells in its own words
+            # Of a process that was killed an engine tells in its own words.
+            killed = job.run.status == "killed" and not isinstance(error, WriteError)
             cause = KILLED if killed else f"{type(error).__name__}: {last_line(error)}"
             print(f"failed: {cause}\n    {job.run.command()}", file=sys.stderr)
             keep_word(job.run, error)
@@ -100,20 +106,20 @@ class ListedSweeper(Sweeper):
         """Those that had not begun together, then the others one by one, to know which it was."""
         if len(jobs) == 1:
             return [(jobs[0], error)]
-        left = [job for job in jobs if not job.run.done]
+        left = [job for job in jobs if not job.done]
         waiting = [job for job in left if job.run.status == "missing"]
         if len(waiting) == len(jobs):  # none has begun
             raise ConfigError(f"the engine does not start: {last_line(error)}") from error
         failures = self.train(waiting)
         for job in left:
-            if not job.run.done and job not in waiting:
+            if not job.done and job not in waiting:
                 failures += self.train([job])
         return failures
 
     def train_after_another(self, job: Job) -> list[tuple[Job, Exception]]:
         """Once the process that is training it has ended, if it was not finished there."""
         with locked(job.run.folder, announce=print):
-            done = job.run.done
+            done = job.done
         return [] if done else self.train([job])
 
 
@@ -127,7 +133,7 @@ def keep_word(run: Run, error: Exception) -> None:
 def job_of(run: Run, words: list[str]) -> Job:
     """What depends on the machine is settled here: a job may find a GPU, or start elsewhere."""
     results = str(run.config.results).replace("'", "\\'")
-    return Job(run, [*words, f"scale={run.config.scale}", f"results='{results}'"])
+    return Job(run, [*words, f"scale={run.config.scale}", f"results='{results}'"], run.info)
 
 
 def values_of(override: Override) -> list[str]:

@@ -475,3 +475,80 @@ def test_no_warning_where_there_is_a_compiler():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AdaShift([torch.nn.Parameter(torch.zeros(1))], fused=True)
+
+
+# What the kernel must not take: memory that is not what it seems.
+
+
+def both_ways(make_parameters, step, count=12, **options):
+    """The parameters after some steps of the default way, and of the kernel."""
+    ends = []
+    for way in ({}, {"fused": True}):
+        torch.manual_seed(0)
+        params = make_parameters()
+        opt = AdaShift(params, lr=0.05, n=3, **options, **way)
+        for t in range(count):
+            step(t, params, opt)
+        ends.append([p.detach() for p in params])
+    return zip(*ends, strict=True)
+
+
+def test_gradients_that_are_conjugate_are_held_until_the_kernel_has_read_them():
+    def make():
+        return [torch.nn.Parameter(torch.randn(3000, dtype=torch.complex64)) for _ in range(4)]
+
+    def step(t, params, opt):
+        for k, p in enumerate(params):
+            p.grad = (torch.randn_like(p) * 10**k).conj()
+        opt.step()
+
+    for a, b in both_ways(make, step):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sign_that_is_not_in_memory_is_not_lost():
+    def step(t, params, opt):
+        whole = torch.complex(torch.zeros(()), torch.ones(()) * (t + 1)).conj().imag
+        assert whole.is_neg()
+        params[0].grad = whole
+        opt.step()
+
+    for a, b in both_ways(lambda: [torch.nn.Parameter(torch.ones(()))], step):
+        torch.testing.assert_close(a, b)
+
+
+def test_state_of_another_dtype_goes_the_default_way():
+    """A model that becomes double while it is trained, or a checkpoint of single precision."""
+
+    def step(t, params, opt):
+        if t == 6:
+            params[0].data = params[0].data.double()
+        params[0].grad = torch.randn(params[0].shape).to(params[0].dtype)
+        opt.step()
+
+    for a, b in both_ways(lambda: [torch.nn.Parameter(torch.randn(5000))], step):
+        assert b.dtype == torch.float64
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_one_gradient_of_another_layout_does_no_harm_later(phi):
+    def step(t, params, opt):
+        g = torch.randn(4, 3, 5, 2)
+        params[0].grad = g.to(memory_format=torch.channels_last) if t == 5 else g
+        opt.step()
+
+    for a, b in both_ways(lambda: [torch.nn.Parameter(torch.randn(4, 3, 5, 2))], step, phi=phi):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_without_memory_of_its_own_goes_the_default_way(monkeypatch):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    taken = kernel_steps(monkeypatch)
+    p = torch.nn.Parameter(TwoTensor(torch.ones(10), torch.ones(10)))
+    opt = AdaShift([p], lr=0.05, n=1, fused=True)
+    for _ in range(4):
+        p.grad = TwoTensor(torch.ones(10), torch.ones(10))
+        opt.step()
+    assert not taken and (p.detach().a < 1).all()

@@ -119,6 +119,13 @@ def test_several_names_are_judged_by_their_spread_seed_by_seed():
     assert judge(claim(near), groups)["verdict"] == "inconclusive"
 
 
+def test_a_run_without_randomness_can_stand_beside_several_seeds():
+    groups = {"once": group(1.0), "a": group(2.0, 2.1, 2.2)}
+    assert judge(claim({"left": "once", "relation": "below", "right": "a"}), groups)["seeds"] == "3"
+    near = {"left": ["once", "a"], "relation": "near", "margin": 2}
+    assert judge(claim(near), groups)["verdict"] == "holds"
+
+
 def test_a_claim_on_a_spread_rests_on_all_its_runs():
     groups = {"a": group(1, 2), "b": group(1, 2)}
     part = {"left": ["a", "b"], "relation": "near", "margin": 1}

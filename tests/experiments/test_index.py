@@ -1,8 +1,12 @@
 """runs.csv: rows of runs made here and elsewhere, and what becomes of them."""
 
+import threading
+import time
+
 import pytest
 
 from experiments import index, runs
+from experiments.__main__ import keep_index
 from experiments.config import compose
 from experiments.execute import execute
 from experiments.runs import Run
@@ -78,3 +82,22 @@ def test_nothing_new_leaves_the_file_alone(run, file):
     before = file.stat().st_mtime_ns
     index.update(file, "figure-01", [run], is_made=True)
     assert file.stat().st_mtime_ns == before
+
+
+def test_products_that_are_made_at_once_keep_each_others_rows(tmp_path, monkeypatch):
+    """Two commands at once: between reading and writing nobody else may write."""
+    words = [*PAIR, f"results={tmp_path}"]
+    runs = {name: [Run(compose([*words, f"optimizer={name}"]))] for name in ("adam", "sgd")}
+    for (one,) in runs.values():
+        execute(one)
+    read = index.read
+    monkeypatch.setattr(index, "read", lambda path: (read(path), time.sleep(0.3))[0])
+    jobs = [
+        threading.Thread(target=keep_index, args=("figure", number, {"a": part}))
+        for number, part in zip(("01", "02"), runs.values(), strict=True)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert len(read(tmp_path / "runs-smoke.csv")) == 2

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def test_the_committed_index_is_up_to_date(results):
 
 def test_every_spec_says_what_the_paper_shows(results):
     assert [p.name for p in load_products(results) if not p.spec.shows] == []
+
+
+def test_a_curve_that_never_had_a_number_is_no_hole_in_the_page():
+    part = pd.DataFrame({"step": [1, 2], "mean": [math.inf, 2.0], "sd": [math.nan, 0.0]})
+    part["diverged"] = ["inf 3.5", None]
+    found = numbers(part, "", is_log=False)
+    assert found["y"] == [None, 2.0] and found["crosses"] == [(1, None), (1, 3.5)]
+    assert json.dumps(found, allow_nan=False)
 
 
 def test_a_report_needs_neither_torch_nor_wandb(results):

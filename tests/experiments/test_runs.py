@@ -28,6 +28,9 @@ def test_the_command_of_a_run_makes_that_run():
         [*STOCHASTIC, "+optimizer.weight_decay=0.1"],
         ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
         OWN,
+        ["experiment=nmt", "scale=smoke", "schedule=null"],
+        ["experiment=mnist_lr", "scale=smoke", "log_every=null"],
+        ["experiment=mnist_lr", "scale=smoke", "optimizer=adashift", "~optimizer.n"],
     ):
         run = Run(compose(overrides))
         words = shlex.split(run.command())

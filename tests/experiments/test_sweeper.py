@@ -9,7 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from experiments.config import ROOT, ConfigError, compose
 from experiments.execute import execute
-from experiments.record import KILLED, locked
+from experiments.record import KILLED, WriteError, locked
 from experiments.runs import Run, load_spec
 from experiments.status import lines_of
 from hydra_plugins.listed_sweeper import ListedSweeper
@@ -142,6 +142,33 @@ def test_a_process_that_is_killed_costs_its_own_run_alone(sweep, capsys):
     states = [run.status for run in sweep.runs(range(4))]
     assert states == ["finished", "killed", "finished", "finished"]
     assert f"failed: {KILLED}\n" in capsys.readouterr().err  # whatever the engine calls it
+
+
+def test_with_force_a_record_from_before_does_not_hide_that_its_run_failed(sweep):
+    sweep(Engine(), "seed=0,1,2")
+    before = {run.folder: run.info["started"] for run in sweep.runs(range(3))}
+
+    def train(words):
+        if word_of(words, "seed") == "1":
+            raise ChildProcessError("a worker was killed")
+        return execute(Run(compose(words)))
+
+    engine = Engine(train)
+    with pytest.raises(ConfigError, match="1 of 3 runs failed"):
+        sweep(engine, "seed=0,1,2", "force=true")
+    assert engine.batches == [["0", "1", "2"], ["1"], ["2"]] and len(before) == 3
+
+
+def test_a_full_disk_is_told_as_what_it_is(sweep, capsys):
+    def train(words):
+        (run,) = sweep.runs([0])
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "run.json").write_text('{"status": "running"}')
+        raise WriteError("metrics.csv cannot be written (No space left on device)")
+
+    with pytest.raises(ConfigError, match="1 of 1 runs failed"):
+        sweep(Engine(train), "seed=0")
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_told(sweep):
