@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from adashift import AdaShift
 from experiments import stopping
 from experiments.checkpoint import NAME, Checkpoint
 from experiments.config import ROOT, ConfigError
-from experiments.execute import checkpoint_of, execute
+from experiments.execute import checkpoint_of, execute, one_by_one
 from experiments.record import is_locked, locked, read_info
 from experiments.torture import record_of
 from tests.experiments.killing import Killed, die_after, run_of
@@ -251,3 +252,61 @@ def test_after_a_signal_no_other_run_begins(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         execute(run_of(tmp_path, "mnist_lr"))
     assert not any(tmp_path.iterdir())
+
+
+def test_in_a_team_the_first_process_says_when():
+    asked = stopping.Asked()
+    asked.follows = True
+    asked(signal.SIGTERM, None)
+    assert asked.by is None
+
+
+def test_the_last_runs_of_a_figure_end_with_it(tmp_path):
+    """Those that are trained one by one, after a worker was killed."""
+    run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
+
+    def interrupt():
+        while not checkpoint_of(run, CPU).path.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(one_by_one([run]))
+    assert time.monotonic() - start < 60 and run.status == "interrupted"
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    script = f"""
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from experiments.stopping import end_with_parent
+
+def work():
+    Path({str(tmp_path / "worker")!r}).write_text(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
+    pool.submit(work).result()
+"""
+    (tmp_path / "parent.py").write_text(script)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=env)
+    while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    worker = int((tmp_path / "worker").read_text())
+    parent.kill()
+    parent.wait()
+    for _ in range(200):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker is still there")

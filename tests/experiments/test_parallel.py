@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
+import torch
 
 from experiments import parallel
 from experiments.config import ROOT, ConfigError, compose
-from experiments.execute import execute
+from experiments.execute import checkpoint_of, execute
 from experiments.runs import Run
 
 # SGD: Adam makes steps of the rounding errors that are the gradient of a bias before a batch norm.
@@ -37,6 +39,22 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     # As far apart as one process is from itself with images in another memory layout.
     np.testing.assert_allclose(theirs["test_loss"], ours["test_loss"], rtol=5e-3)
     assert ours["classifier/loss"].iloc[0] - ours["classifier/loss"].iloc[-1] > 0.3
+
+
+def test_torchrun_that_is_stopped_leaves_a_checkpoint(tmp_path):
+    words = [*WORDS[:-1], "steps=100000", "checkpoint_every=0.5", f"results={tmp_path}"]
+    run = Run(compose(words))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "run.py")]
+    process = subprocess.Popen(
+        [sys.executable, *command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    checkpoint = checkpoint_of(run, torch.device("cpu"))
+    while not checkpoint.path.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=120)
+    assert run.status == "interrupted" and checkpoint.load()["done"] > 0
 
 
 def test_a_rank_that_torchrun_has_not_given_means_nothing(tmp_path, monkeypatch):
