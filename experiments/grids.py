@@ -281,13 +281,16 @@ def lines(
     legend: bool = False,
     plotted: pd.DataFrame | None = None,  # the rows hold it all
 ) -> pd.DataFrame:
-    """A metric along one setting: a line for each optimizer and each choice of the others."""
+    """A metric along one setting: a line for each optimizer and each choice of the others.
+
+    The legend serves the panels beside it too, so "ResNet: Adam" is Adam in it.
+    """
     table, owners = pd.DataFrame(rows), {group.label: group for group in groups}
     line = line_of(table, [key for key in settings if key != along])
     parts = {key: part for key, part in table.groupby(["optimizer", line], sort=False)}
     looks = shaded([owners[label] for label, _ in parts])
     for ((label, other), part), look in zip(parts.items(), looks, strict=True):
-        name = label if part["paper"].any() else f"{label}, {other}"
+        name = label.split(": ")[-1] + ("" if part["paper"].any() else f", {other}")
         draw_line(ax, part[along], part, metric, name, look.style)
     for name, mark in MARKS.items():
         ax.plot([], [], linestyle="", color="0.5", label=name, **mark)
