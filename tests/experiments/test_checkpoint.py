@@ -261,18 +261,19 @@ def test_in_a_team_the_first_process_says_when():
     assert asked.by is None
 
 
-def test_the_last_runs_of_a_figure_end_with_it(tmp_path):
+def test_the_last_runs_of_a_figure_end_with_it(tmp_path, monkeypatch):
     """Those that are trained one by one, after a worker was killed."""
     run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
 
     def interrupt():
         while not checkpoint_of(run, CPU).path.exists():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setattr(stopping.ASKED, "by", None)  # and again None after this test
     threading.Thread(target=interrupt, daemon=True).start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), stopping.answered_at_once():
         list(one_by_one([run]))
     assert time.monotonic() - start < 60 and run.status == "interrupted"
 
