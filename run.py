@@ -26,7 +26,7 @@ WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
 def main(cfg: DictConfig) -> str:
     # Here, for it imports torch: a slip is told at once, and a launcher trains nothing itself.
     from experiments.execute import execute
@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> str:
     if parent_process() is not None:  # a worker of joblib
         end_with_parent()
     with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
-        run = Run(resolve(cfg, about.runtime.choices))
+        run = Run(resolve(cfg.copy(), about.runtime.choices))
         # A sweep does its other runs while another process trains this one.
         end = execute(run, announce=say, wait=alone)
         say(end)

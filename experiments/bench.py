@@ -29,7 +29,8 @@ from torch import Tensor
 import adashift
 from adashift import AdaShift
 from experiments.looks import styles
-from experiments.timing import command, interleave, listed, machine, markdown, processor, write
+from experiments.record import processor
+from experiments.timing import command, interleave, listed, machine, markdown, write
 
 Make = Callable[[list[Tensor]], Any]
 Shapes = list[tuple[int, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import importlib
@@ -18,15 +19,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import hydra.utils
-from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
@@ -53,6 +59,17 @@ OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
     "checkpoint_every", "deterministic",
 }  # fmt: skip
+
+
+# The keys of a node that are not arguments of its class or function. `_version_` is ours: raise it
+# when the code computes other numbers, so that runs of the old code are not taken for new ones.
+FLAGS: dict[str, Any] = {
+    "_target_": str,
+    "_version_": PositiveInt,
+    "_partial_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_recursive_": bool,
+}
 
 
 class ConfigError(Exception):
@@ -97,16 +114,27 @@ class Config(BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
     def digest(self) -> str:
-        text = json.dumps(as_floats(self.identity()), sort_keys=True)
+        text = json.dumps(canonical(self.identity()), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def as_floats(node: Any) -> Any:
-    """0 and 0.0 are the same setting, so they must give the same digest."""
+def canonical(node: Any) -> Any:
+    """What two nodes have in common if they describe the same thing.
+
+    A class or function counts by its name and version: a module can move and keep its runs.
+    0 and 0.0 are the same setting.
+
+    >>> canonical({"_target_": "torch.optim.Adam", "_partial_": True, "lr": 1})
+    {'_target_': 'Adam', '_version_': 1.0, 'lr': 1.0}
+    """
     if isinstance(node, dict):
-        return {key: as_floats(value) for key, value in node.items()}
+        settings = {key: canonical(value) for key, value in node.items() if key not in FLAGS}
+        if "_target_" not in node:
+            return settings
+        name = str(node["_target_"]).rpartition(".")[2]
+        return {"_target_": name, "_version_": float(node.get("_version_", 1)), **settings}
     if isinstance(node, list):
-        return [as_floats(value) for value in node]
+        return [canonical(value) for value in node]
     return float(node) if isinstance(node, int) and not isinstance(node, bool) else node
 
 
@@ -150,14 +178,58 @@ OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), r
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """The config of one run, from overrides as one would type them behind `run.py`.
+    """The config of one run, from overrides as typed on the command line of `run.py`.
 
     >>> compose(["experiment=counterexample_stochastic", "optimizer=adam"]).steps
     10000000
     """
-    with one_line_errors(), config_source():
-        cfg = hydra_compose("config", list(overrides), return_hydra_config=True)
-        return resolve(cfg, cfg.hydra.runtime.choices)
+    with one_line_errors(), config_source() as loader:
+        words = [parsed(word) for word in overrides]
+        loader.validate_sweep_overrides_legal(words, RunMode.RUN, from_shell=False)
+        groups = [word for word in words if chooses_a_file(word, loader)]
+        chosen, choices = choose(tuple(str(word.input_line) for word in groups))
+        cfg = copy.deepcopy(chosen)
+        values = [word for word in words if word not in groups]
+        loader._apply_overrides_to_config(values, cfg)
+        return resolve(cfg, choices)
+
+
+class Files(CachingConfigRepository):
+    """The files of conf/, each of which is parsed once in a process."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        return copy.deepcopy(super().load_config(config_path))  # Hydra merges into what it is given
+
+
+FILES: dict[Path, Files] = {}
+
+
+@cache
+def parsed(word: str) -> Override:
+    return OverridesParser.create().parse_overrides([word])[0]
+
+
+def chooses_a_file(word: Override, loader: ConfigLoaderImpl) -> bool:
+    """Whether an override names a file of conf/, as optimizer=adam does."""
+    return loader.repository.group_exists(word.key_or_group) and not isinstance(word.value(), dict)
+
+
+@cache
+def choose(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """What the chosen files say, and which they are.
+
+    Hydra's own `compose` loads its settings of logging and launching each time, which takes
+    eight times as long, and a figure or a status composes hundreds of runs.
+    """
+    with config_source() as loader:
+        files = FILES.setdefault(CONF, Files(loader.repository))
+        words = [parsed(word) for word in groups]
+        defaults = create_defaults_list(
+            files, "config", words, prepend_hydra=False, skip_missing=False
+        )
+        cfg = loader._compose_config_from_defaults_list(defaults.defaults, files)
+        OmegaConf.set_struct(cfg, True)
+        return cfg, defaults.overrides.known_choices
 
 
 @cache
@@ -167,10 +239,15 @@ def sweep_points(name: str) -> list[list[str]]:
     >>> sweep_points("lr")[0]
     ['optimizer.lr=0.0001']
     """
-    with one_line_errors(), config_source():
-        cfg = hydra_compose("config", [f"sweep={name}"], return_hydra_config=True)
-        sweeper = cfg.hydra.sweeper
-        return expand([f"{k}={v}" for k, v in sweeper.params.items()], sweeper.points)
+    path = CONF / "sweep" / f"{name}.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"sweep={name} is unknown: choose one of {', '.join(choices_of('sweep'))}"
+        )
+    with one_line_errors():
+        sweeper = OmegaConf.load(path).sweeper
+        params = [f"{key}={values}" for key, values in sweeper.get("params", {}).items()]
+        return expand(params, sweeper.get("points", []))
 
 
 def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
@@ -185,27 +262,26 @@ def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
 
 
 @contextmanager
-def config_source() -> Iterator[None]:
+def config_source() -> Iterator[ConfigLoaderImpl]:
+    """Hydra's loader of conf/, which is already open inside run.py."""
     if GlobalHydra.instance().is_initialized():
-        yield
+        yield cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
         return
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
+        yield cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
 
 
 def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
-    """Fill in names and scale, check every type and range."""
-    cfg = cfg.copy()
+    """Fill in names and scale, check every type and range; `cfg` is changed."""
     OmegaConf.set_struct(cfg, False)
-    cfg.pop("hydra", None)
     if (several := cfg.pop("runs", None)) is not None:
         raise ConfigError(f"runs={several} is more than one run: it needs run.py -m")
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
     if cfg.scale == "auto":
         cfg.scale = "paper" if has_gpu() else cfg.cpu_scale
-    refuse_missing(cfg)
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
+    refuse_missing(values)
     values["results"] = results_folder(values["results"])
     move_parts(values)
     config = Config.model_validate(values)
@@ -232,13 +308,22 @@ def results_folder(given: Any) -> Path:
     return Path(str(given)).expanduser().absolute()
 
 
-def refuse_missing(cfg: DictConfig) -> None:
-    missing = sorted(OmegaConf.missing_keys(cfg))
+def refuse_missing(values: dict[Any, Any]) -> None:
+    missing = sorted(key for key, value in leaves(values).items() if value == "???")
     if missing:
         raise ConfigError(
-            f"{missing[0]} has no value: there is no conf/tuned/{cfg.experiment}/"
-            f"{cfg.optimizer_name}.yaml that sets it; add that file or pass {missing[0]}=…"
+            f"{missing[0]} has no value: there is no conf/tuned/{values['experiment']}/"
+            f"{values['optimizer_name']}.yaml that sets it; add that file or pass {missing[0]}=…"
         )
+
+
+def leaves(node: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        inner = isinstance(value, dict)
+        flat |= leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
 
 
 # What every optimizer agrees on, so that the message can name the key and the cure; whatever else
@@ -287,18 +372,10 @@ def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
         raise ConfigError(f"{key}: {last_line(error.__cause__ or error)}") from error
 
 
-# What Hydra itself reads in a node that is called.
-FLAGS: dict[str, Any] = {
-    "_target_": str,
-    "_partial_": bool,
-    "_convert_": Literal["none", "partial", "object", "all"],
-    "_recursive_": bool,
-}
-
-
 def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The node with every argument in the type that its `_target_` asks for, or a refusal."""
     checked = {k: as_type(f"{key}.{k}", node[k], hint) for k, hint in FLAGS.items() if k in node}
+    checked.pop("_version_", None)  # Hydra would pass it on
     if "_target_" not in checked:
         raise ConfigError(f"{key}._target_ is missing: name the class or function")
     target = find(checked["_target_"], key)

@@ -285,10 +285,22 @@ def commit() -> str | None:
 def machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
+        "processor": processor(),  # its kernels decide the last digits
         "cores": os.cpu_count(),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),  # of this run, by torchrun
         "python": sys.version.split()[0],
     }
+
+
+@cache
+def processor() -> str:
+    """AMD EPYC 7B13"""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ from experiments.config import (
     ConfigError,
     compose,
     config_source,
+    leaves,
     one_line_errors,
     sweep_points,
 )
@@ -234,15 +235,6 @@ def without(key: str, config: Config) -> str:
     """The word that takes a value away, or all of which it is a part."""
     top = key.split(".")[0]
     return f"{top}=null" if getattr(config, top) is None else f"~{typed(key)}"
-
-
-def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value."""
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        inner = isinstance(value, dict)
-        flat |= leaves(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return flat
 
 
 @cache

@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 
 from experiments.config import ROOT
+from experiments.record import processor
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -41,15 +42,6 @@ def markdown(table: pd.DataFrame) -> str:
     head = "| " + " | ".join(map(str, table.columns)) + " |"
     rows = ["| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False)]
     return "\n".join([head, "|" + "---|" * len(table.columns), *rows])
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, Any]:

@@ -36,8 +36,10 @@ ARROWS = {
     },
     "experiments.checkpoint": {"experiments.config", "experiments.record"},
     "experiments.stopping": set(),
-    "experiments.bench": {"adashift", "experiments.looks", "experiments.timing"},
-    "experiments.timing": {"experiments.config"},
+    "experiments.bench": {
+        "adashift", "experiments.looks", "experiments.record", "experiments.timing",
+    },
+    "experiments.timing": {"experiments.config", "experiments.record"},
     "experiments.torture": {
         "experiments.config", "experiments.execute", "experiments.runs", "experiments.timing",
     },

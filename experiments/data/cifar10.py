@@ -99,12 +99,12 @@ def read_labels(path: Path) -> list[int]:
 
 
 @lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
-def load(
+def load_cifar10(
     device: torch.device, limit: PositiveInt | None = None, test_limit: PositiveInt | None = None
 ) -> ImageSet:
     """CIFAR-10 itself: the first `limit` of 50,000 images to train on, of 10,000 to test.
 
-    >>> load(torch.device("cpu")).train.labels[:10].tolist()
+    >>> load_cifar10(torch.device("cpu")).train.labels[:10].tolist()
     [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
     """
     rows = np.memmap(fetch(FILES)[FILE], np.uint8, "r").reshape(-1, 1 + 3 * SIZE * SIZE)

@@ -303,7 +303,7 @@ def write_pixels(
 
 
 @lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
-def load(
+def load_folder(
     device: torch.device,
     path: str,
     size: PositiveInt = 32,

@@ -181,7 +181,7 @@ def free_memory(device: torch.device) -> int | None:
     return int(about["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in about else None
 
 
-def generate(
+def generate_images(
     device: torch.device,
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,

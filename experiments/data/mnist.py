@@ -71,7 +71,7 @@ def samples(images: NDArray[np.uint8], labels: NDArray[np.uint8], device: torch.
 
 
 @lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
-def load(device: torch.device) -> Mnist:
+def load_mnist(device: torch.device) -> Mnist:
     """MNIST itself: 55,000 images to train on, 5,000 to validate, 10,000 to test.
 
     As in the loader of TensorFlow's tutorials, which the released code uses, the first 5,000 of the
@@ -86,7 +86,7 @@ def load(device: torch.device) -> Mnist:
     )
 
 
-def generate(
+def generate_digits(
     device: torch.device, train: int = 1_000, validation: int = 100, test: int = 200
 ) -> Mnist:
     """Ten shapes of bright pixels, shifted in brightness and noisy: learned in a few steps.

@@ -32,7 +32,7 @@ FILES = FileSet(
 
 
 @lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
-def load(
+def load_tiny_imagenet(
     device: torch.device,
     size: Literal[32, 64] = 32,
     classes: PositiveInt | None = None,

@@ -87,7 +87,7 @@ MULTI30K_PACKED = FileSet(
 
 
 @lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
-def iwslt15(
+def load_iwslt15(
     device: torch.device,
     words: Words | None = None,
     longest: PositiveInt = LONGEST,
@@ -104,7 +104,7 @@ def iwslt15(
 
 
 @lru_cache(maxsize=1)
-def multi30k(
+def load_multi30k(
     device: torch.device,
     words: Words | None = None,
     longest: PositiveInt = LONGEST,
@@ -115,7 +115,7 @@ def multi30k(
     return read_corpus(multi30k_files(), None, device, words, longest, limit, test_limit)
 
 
-def by_heart(
+def load_by_heart(
     device: torch.device,
     limit: PositiveInt,
     words: Words | None = None,
@@ -134,7 +134,7 @@ def multi30k_files() -> list[Path]:
     return in_order(MULTI30K, fetch(MULTI30K))
 
 
-def load(
+def load_sentences(
     device: torch.device,
     path: str,
     source: str,
@@ -208,7 +208,7 @@ def corpus_of(
     )
 
 
-def generate(
+def generate_sentences(
     device: torch.device,
     words: Words | None = None,
     longest: PositiveInt = LONGEST,

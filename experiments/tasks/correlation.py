@@ -125,7 +125,7 @@ def metrics(rows: list[Row]) -> dict[str, float]:
     return found | {f"{kind}/largest": size for kind, size in sizes.items()}
 
 
-class NetUpdate(LinearClassifier):
+class MnistNetUpdate(LinearClassifier):
     """Section 3.3 in a real training: what the probe says of large gradients against small ones.
 
     `watch_after` steps pass first, in which v rises from 0.

@@ -88,7 +88,7 @@ class MaxGP(WassersteinGP):
 
 
 @dataclass(frozen=True)
-class Trainer:
+class GanTrainer:
     """In what portions and turns, and what makes it faster without changing what is computed."""
 
     batch: PositiveInt
@@ -103,7 +103,7 @@ class GAN(Task):
         self,
         data: Callable[[torch.device], ImageSet],
         model: Networks,
-        trainer: Trainer,
+        trainer: GanTrainer,
         objective: WassersteinGP,
         seed: int,
         device: torch.device,
@@ -223,7 +223,7 @@ class FixedGenerator(GAN):
         self,
         data: Callable[[torch.device], ImageSet],
         model: Networks,
-        trainer: Trainer,
+        trainer: GanTrainer,
         objective: WassersteinGP,
         generator_seed: NonNegativeInt,
         generator_steps: NonNegativeInt,

@@ -23,7 +23,7 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Trainer:
+class ImageTrainer:
     """How long, in what portions, and what may make it faster without changing what is computed."""
 
     epochs: PositiveInt
@@ -42,7 +42,7 @@ class ImageClassifier(Task):
         self,
         data: Callable[[torch.device], ImageSet],
         model: Callable[..., nn.Module],
-        trainer: Trainer,
+        trainer: ImageTrainer,
         standardise: bool,
         padding: NonNegativeInt,
         flip: bool,

@@ -158,7 +158,7 @@ def printed_critical_c(beta1: float, beta2: float, d: int) -> float:
     return float(above / below - 1)
 
 
-class NetUpdate(RowTask):
+class NetUpdateFactor(RowTask):
     """Lemma 4 and Theorem 5: what a large and a small gradient move in the stochastic problem.
 
     A step is one simulated stretch. `k_large` and `k_small` are the mean net update factors over α;

@@ -29,7 +29,7 @@ LENGTH = 2  # a translation has at most so many times the words of its source, a
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TranslationTrainer:
     batch: PositiveInt
     buckets: PositiveInt  # of sentences of like length
     clip: PositiveFloat  # the norm of all gradients together
@@ -38,22 +38,22 @@ class Trainer:
 class Translation(Task):
     """Cross-entropy of every word, summed over a sentence; judged by BLEU.
 
-    A record has the BLEU of the first `looks` sentences to develop and to test (None: all), the
-    last one that of all of them, whose translations are kept, and what to compare it with.
+    A record has the BLEU of the first `bleu_sentences` (None: all) for development and for testing,
+    the last one that of all of them, whose translations are kept, and what to compare it with.
     """
 
     def __init__(
         self,
         data: Callable[[torch.device], Corpus],
         model: Callable[..., Translator],
-        trainer: Trainer,
+        trainer: TranslationTrainer,
         beam: PositiveInt,
-        looks: PositiveInt | None,
+        bleu_sentences: PositiveInt | None,
         seed: int,
         device: torch.device,
     ) -> None:
         self.data, self.trainer, self.device = data(device), trainer, device
-        self.beam, self.looks = beam, looks
+        self.beam, self.bleu_sentences = beam, bleu_sentences
         words = {
             "source_words": len(self.data.source),
             "target_words": len(self.data.target),
@@ -88,19 +88,19 @@ class Translation(Task):
         return F.cross_entropy(self.net.output(vectors[inside]), wanted, reduction="sum")
 
     def evaluate(self) -> dict[str, float]:
-        return self.judge(self.looks)
+        return self.judge(self.bleu_sentences)
 
     def evaluate_at_end(self) -> dict[str, float]:
         metrics = self.judge(None)
         return metrics | self.yardsticks(metrics["test_score"])
 
     @torch.no_grad()
-    def judge(self, looks: int | None) -> dict[str, float]:
-        """BLEU of the first `looks` sentences, and cross-entropy: the logarithm of perplexity."""
+    def judge(self, bleu_sentences: int | None) -> dict[str, float]:
+        """BLEU of the first `bleu_sentences`, and cross-entropy: the logarithm of perplexity."""
         self.net.eval()
         metrics = {"dev_loss": self.cross_entropy(self.data.dev)}
         for name, pairs in (("dev", self.data.dev), ("test", self.data.test)):
-            rows = torch.arange(len(pairs))[:looks]
+            rows = torch.arange(len(pairs))[:bleu_sentences]
             lines, metrics[f"{name}_score"] = self.translate(pairs, rows, self.beam)
             metrics[f"{name}_bleu"] = bleu(lines, pairs.references[: len(lines)])
             self.translated[name] = lines

@@ -69,7 +69,7 @@ def test_the_settings_are_those_of_the_paper_and_the_released_code():
     assert (task["lags"], task["pairs"], task["beta2s"]) == (10, 256, [0.9, 0.999])
     assert (optimizer["lr"], optimizer["n"], optimizer["phi"]) == (0.01, 40, "max")
     assert (optimizer["betas"], optimizer["eps"]) == ([0.9, 0.999], 1e-8)
-    assert task["data"]["_target_"] == "experiments.data.mnist.load"
+    assert task["data"]["_target_"] == "experiments.data.mnist.load_mnist"
     assert config.cpu_scale == "paper"
 
 

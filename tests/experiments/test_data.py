@@ -383,7 +383,7 @@ def test_the_first_images_are_for_validation_as_in_tensorflow(tmp_path, monkeypa
         (tmp_path / name).write_bytes(idx(array))
     monkeypatch.setattr(mnist, "fetch", lambda files: {n: tmp_path / n for n in files.checksums})
     monkeypatch.setattr(mnist, "VALIDATION", 5)
-    data = mnist.load.__wrapped__(CPU)
+    data = mnist.load_mnist.__wrapped__(CPU)
     images, labels = arrays["train-images-idx3-ubyte"], arrays["train-labels-idx1-ubyte"]
     assert data.validation.labels.tolist() == labels[:5].tolist()
     assert data.train.labels.tolist() == labels[5:].tolist()
@@ -397,7 +397,7 @@ def test_the_first_images_are_for_validation_as_in_tensorflow(tmp_path, monkeypa
 def test_mnist_itself():
     if len(files.search(mnist.FILES)) < 4:
         pytest.skip("MNIST is in no data folder, and tests fetch nothing")
-    data = mnist.load(CPU)
+    data = mnist.load_mnist(CPU)
     assert data.train.images.shape == (55_000, 784) and data.test.images.shape == (10_000, 784)
     assert data.validation.labels[:5].tolist() == [5, 0, 4, 1, 9]
     counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # of the 60,000
@@ -407,7 +407,7 @@ def test_mnist_itself():
 
 
 def test_generated_data_are_always_the_same_and_can_be_told_apart():
-    first, second = mnist.generate(CPU), mnist.generate(CPU)
+    first, second = mnist.generate_digits(CPU), mnist.generate_digits(CPU)
     assert torch.equal(first.train.images, second.train.images)
     assert first.train.images.shape == (1000, 784) and len(first.test.labels) == 200
     assert first.train.images.min() >= 0 and first.train.images.max() <= 1

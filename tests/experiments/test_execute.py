@@ -15,7 +15,7 @@ from experiments.runs import Run
 def runs(folder, *overrides, seeds=(0, 1, 2)):
     """Short runs on generated images, but of a scale whose runs are worth a worker."""
     always = ["experiment=mnist_lr", "scale=paper", "tracking=off", f"results={folder}"]
-    always += ["data._target_=experiments.data.mnist.generate", "steps=40", "log_every=2"]
+    always += ["data._target_=experiments.data.mnist.generate_digits", "steps=40", "log_every=2"]
     return [Run(compose([*always, *overrides, f"seed={seed}"])) for seed in seeds]
 
 

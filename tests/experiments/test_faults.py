@@ -104,9 +104,9 @@ def own_data(tmp_path, monkeypatch):
         shutil.copy(path, raw)
     monkeypatch.setattr(mnist, "FILES", replace(mnist.FILES, sources=list))
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
-    mnist.load.cache_clear()
+    mnist.load_mnist.cache_clear()
     yield raw
-    mnist.load.cache_clear()
+    mnist.load_mnist.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def own_data(tmp_path, monkeypatch):
     ids=["missing file", "vanished folder", "altered file"],
 )
 def test_data_that_are_not_what_they_were(earlier, own_data, tmp_path, spoil, words):
-    run = run_of(tmp_path, "mnist_lr", "data._target_=experiments.data.mnist.load", "steps=5")
+    run = run_of(tmp_path, "mnist_lr", "data._target_=experiments.data.mnist.load_mnist", "steps=5")
     spoil(own_data)
     with pytest.raises(DataError, match=words) as error:
         execute(run)
@@ -139,7 +139,7 @@ def test_an_archive_that_climbs_out(tmp_path):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(name, b"!")
         with pytest.raises(DataError, match=r"evil.png', which climbs out of it") as error:
-            folder.load(CPU, str(path))
+            folder.load_folder(CPU, str(path))
         one_line(error)
     assert not list(tmp_path.parent.rglob("evil.png"))
 
@@ -151,7 +151,7 @@ def test_a_zip_bomb(tmp_path):
             archive.writestr(f"train/cat/{number}.bmp", bytes(30_000_000))
     assert path.stat().st_size < 100_000
     with pytest.raises(DataError, match=r"bytes and promises 90,000,000, more than 200") as error:
-        folder.load(CPU, str(path))
+        folder.load_folder(CPU, str(path))
     one_line(error)
 
 

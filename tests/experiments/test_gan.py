@@ -25,7 +25,7 @@ OPTIMIZERS = {
 MAX_GP = "task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"
 # Images of 8 pixels, which every test can afford.
 TINY = [
-    "data._target_=experiments.data.images.generate", "++data.size=8", "model.sizes=2",
+    "data._target_=experiments.data.images.generate_images", "++data.size=8", "model.sizes=2",
     "model.noise=10", "trainer.batch=8",
 ]  # fmt: skip
 
@@ -86,7 +86,8 @@ def learn(task, optimizers, count):
 
 def test_the_published_networks_have_their_parameters():
     source = [
-        "data._target_=experiments.data.images.generate", "data.limit=64", "data.test_limit=1"
+        "data._target_=experiments.data.images.generate_images", "data.limit=64",
+        "data.test_limit=1",
     ]  # fmt: skip
     for experiment in ("wgan_critic", "wgan_gp"):
         config = config_of(experiment, "scale=paper", *source)

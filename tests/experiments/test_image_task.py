@@ -59,8 +59,8 @@ def trained(task, count=6):
 )
 def test_paper_scale_is_the_published_network(experiment, count, classes):
     source = [
-        "data._target_=experiments.data.images.generate", "data.limit=128", "data.test_limit=1",
-        f"++data.classes={classes}",
+        "data._target_=experiments.data.images.generate_images", "data.limit=128",
+        "data.test_limit=1", f"++data.classes={classes}",
     ]  # fmt: skip
     task = task_of(experiment, "scale=paper", *source)
     assert len(weights(task)) == count
@@ -193,12 +193,13 @@ def test_evaluation_counts_every_test_image(monkeypatch):
 )
 def test_what_is_faster_on_a_gpu_computes_the_same(option, tolerance):
     """Six steps: losses and parameters stay as near as rounding in that precision allows."""
-    plain = task_of("resnet_cifar10")
-    fast = task_of("resnet_cifar10", f"trainer.{option}=true")
+    width = "model.width=8"  # torch 2.15 on a CPU without AVX-512 corrupts memory below 8 channels
+    plain = task_of("resnet_cifar10", width)
+    fast = task_of("resnet_cifar10", width, f"trainer.{option}=true")
     (loss, theta), (other_loss, other_theta) = trained(plain), trained(fast)
     assert not getattr(plain.trainer, option) and getattr(fast.trainer, option)
     torch.testing.assert_close(other_loss, loss, rtol=tolerance, atol=tolerance)
-    moved = (theta - weights(task_of("resnet_cifar10"))).norm()
+    moved = (theta - weights(task_of("resnet_cifar10", width))).norm()
     assert (other_theta - theta).norm() < 5 * tolerance * moved
     a, b = plain.evaluate(), fast.evaluate()
     assert b["test_loss"] == pytest.approx(a["test_loss"], rel=5 * tolerance)
@@ -213,11 +214,11 @@ def test_images_of_ones_own(tmp_path, monkeypatch):
         for number in range(30):
             pixels = rng.integers(256, size=(40, 36, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
-    words = ["data._target_=experiments.data.folder.load", f"+data.path={tmp_path / 'pets'}"]
+    words = ["data._target_=experiments.data.folder.load_folder", f"+data.path={tmp_path / 'pets'}"]
     run = Run(config_of("resnet_cifar10", *words, f"results={tmp_path}"))
     assert execute(run) == "finished"
     assert run.metrics()["step"].max() == 2 * (54 // 20)
     (tmp_path / "pets/dogs/7.png").write_bytes(b"no image")
-    folder.load.cache_clear()
+    folder.load_folder.cache_clear()
     with pytest.raises(DataError, match=r"pets/dogs/7.png is no image"):
         execute(Run(run.config.model_copy(update={"force": True})))

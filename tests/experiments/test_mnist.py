@@ -162,7 +162,7 @@ def test_the_settings_are_those_of_tables_5_and_6(experiment, lr, eps, batch, st
         config, optimizer = settings(experiment, name)
         assert optimizer["lr"] == rate
         assert (config.steps, config.log_every, config.task["batch"]) == (steps, log_every, batch)
-        assert config.task["data"]["_target_"] == "experiments.data.mnist.load"
+        assert config.task["data"]["_target_"] == "experiments.data.mnist.load_mnist"
         assert config.cpu_scale == "paper"
         if name != "sgd":
             assert (optimizer["betas"], optimizer["eps"]) == ([0, 0.999], eps)
@@ -201,7 +201,7 @@ def test_smoke_scale_learns_and_never_asks_for_data(experiment, tmp_path, monkey
 
 def test_other_shapes_are_a_matter_of_settings():
     task = LinearClassifier(
-        mnist.generate, hidden=[3], weight_std=0.1, bias_std=0, batch=10, seed=0, device=CPU
+        mnist.generate_digits, hidden=[3], weight_std=0.1, bias_std=0, batch=10, seed=0, device=CPU
     )
     assert [tuple(p.shape) for p in task.net.parameters()] == [(784, 3), (3,), (3, 10), (10,)]
     assert task.batches.per_epoch == 100

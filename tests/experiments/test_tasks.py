@@ -29,7 +29,7 @@ from experiments.tasks.lemmas import (
     Lemma2,
     Lemma3,
     Lemma6,
-    NetUpdate,
+    NetUpdateFactor,
     printed_critical_c,
 )
 
@@ -477,7 +477,7 @@ def test_printed_critical_c_worked_by_hand(beta1, beta2, d):
 
 
 def net_update(make, length=100_000, couples=20, burn_in=300):
-    task = NetUpdate(Stochastic(11, 0.5), burn_in, length, couples, seed=0, device=CPU)
+    task = NetUpdateFactor(Stochastic(11, 0.5), burn_in, length, couples, seed=0, device=CPU)
     return rows_of(task, partial(make, lr=0.3), 1)[0]
 
 

@@ -29,7 +29,7 @@ from experiments.data.text import (
     read_lines,
     read_pairs,
 )
-from experiments.data.translation import generate, load, multi30k
+from experiments.data.translation import generate_sentences, load_multi30k, load_sentences
 from experiments.execute import execute
 from experiments.loop import train
 from experiments.models.beam import search
@@ -37,7 +37,7 @@ from experiments.models.seq2seq import Translator
 from experiments.runs import Run
 from experiments.schedules import halvings
 from experiments.task import Step
-from experiments.tasks.translation import Trainer, Translation, bleu
+from experiments.tasks.translation import Translation, TranslationTrainer, bleu
 
 CPU = torch.device("cpu")
 WORDS = {"source_words": 11, "target_words": 9}
@@ -92,7 +92,7 @@ def put(folder, **content):
 
 
 def own(folder, **changes):
-    """A folder as `load` wants it, with the named files changed."""
+    """A folder as `load_sentences` expects it, with the named files changed."""
     whole = {
         "train_de": "ein hund\nein mann\n", "train_en": "a dog\na man\n",
         "dev_de": "ein hund\n", "dev_en": "a dog\n",
@@ -102,7 +102,7 @@ def own(folder, **changes):
 
 
 def loaded(folder, **options):
-    return load(CPU, str(folder), "de", "en", **options)
+    return load_sentences(CPU, str(folder), "de", "en", **options)
 
 
 def test_lines_are_parted_by_newlines_alone(tmp_path):
@@ -149,7 +149,10 @@ def test_a_missing_or_spoilt_file_is_named(tmp_path):
 
 def test_a_bad_file_stops_a_run_in_one_line(tmp_path):
     own(tmp_path / "x", dev_en="a dog\nmore\n")
-    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    words = [
+        "data._target_=experiments.data.translation.load_sentences",
+        f"+data.path={tmp_path}/x",
+    ]
     config = config_of(*words, "+data.source=de", "+data.target=en", f"results={tmp_path}")
     with pytest.raises(DataError, match=r"dev\.en, line 2 has no translation"):
         execute(Run(config))
@@ -228,7 +231,7 @@ def test_pairs_stand_between_marks_and_are_filled_up_with_the_end():
 def test_limits_choose_the_first_pairs(tmp_path):
     corpus = loaded(own(tmp_path / "x"), limit=1)
     assert corpus.train.references == ["a dog"] and len(corpus.target) == 5
-    made = generate(CPU, limit=30, test_limit=7)
+    made = generate_sentences(CPU, limit=30, test_limit=7)
     assert (len(made.train), len(made.dev), len(made.test)) == (30, 7, 7)
 
 
@@ -244,7 +247,7 @@ def at_hand(*sets):
     reason="Multi30k is in no folder that ADASHIFT_DATA names",
 )
 def test_multi30k_is_whole():
-    corpus = multi30k(CPU, words=4000)
+    corpus = load_multi30k(CPU, words=4000)
     counts = [len(part) for part in (corpus.train, corpus.dev, corpus.test)]
     assert counts == [29_000, 1_014, 1_000]
     assert corpus.train.references[0] == "two young , white males are outside near many bushes ."
@@ -265,9 +268,9 @@ def test_iwslt15_is_read_as_it_is_published(tmp_path, monkeypatch):
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path))
     put(tmp_path / "iwslt15", **texts)
     monkeypatch.setattr(files, "differs", lambda path, checksum: "")
-    translation.iwslt15.cache_clear()
-    corpus = translation.iwslt15(CPU)
-    translation.iwslt15.cache_clear()
+    translation.load_iwslt15.cache_clear()
+    corpus = translation.load_iwslt15(CPU)
+    translation.load_iwslt15.cache_clear()
     assert corpus.train.source.tokens.tolist() == [[3, 4], [UNKNOWN, END]]
     assert corpus.test.references == ["hello"] and len(corpus.target) == 4
     assert texts.keys() == translation.IWSLT15.checksums.keys()
@@ -294,7 +297,10 @@ def test_the_official_files_at_hand_have_the_published_checksums_and_fit_each_ot
 def test_what_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
-    for make, words in ((translation.iwslt15, "nlp.stanford.edu"), (multi30k, "githubusercontent")):
+    for make, words in (
+        (translation.load_iwslt15, "nlp.stanford.edu"),
+        (load_multi30k, "githubusercontent"),
+    ):
         make.cache_clear()
         with pytest.raises(DataError) as refusal:
             make(CPU)
@@ -646,7 +652,7 @@ def small_task(corpus, units=16, beam=2, looks=None):
     def model(**words):
         return Translator(units=units, dropout=0.0, init=0.1, tanh=True, **words)
 
-    trainer = Trainer(batch=16, buckets=5, clip=5.0)
+    trainer = TranslationTrainer(batch=16, buckets=5, clip=5.0)
     return Translation(lambda device: corpus, model, trainer, beam, looks, 0, CPU)
 
 
@@ -672,7 +678,7 @@ def test_an_untrained_network_guesses_and_every_parameter_has_a_gradient():
 
 
 def test_a_handful_of_sentences_is_learned_by_heart():
-    corpus = generate(CPU, limit=8)
+    corpus = generate_sentences(CPU, limit=8)
     same = translation.Corpus(
         corpus.train, corpus.train, corpus.train, corpus.source, corpus.target
     )
@@ -699,7 +705,7 @@ def test_the_same_seed_gives_the_same_record_and_translations_are_kept(tmp_path,
 
 
 def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
-    task, seen = task_of("task.looks=3", "task.beam=1"), []
+    task, seen = task_of("task.bleu_sentences=3", "task.beam=1"), []
     plain = task.translate
     task.translate = lambda pairs, rows, width: seen.append(len(rows)) or plain(pairs, rows, width)
     record = SimpleNamespace(log=lambda step, metrics: None, keep=seen.extend)
@@ -710,7 +716,10 @@ def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
 
 def test_what_a_translation_is_compared_with(tmp_path):
     own(tmp_path / "x")
-    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    words = [
+        "data._target_=experiments.data.translation.load_sentences",
+        f"+data.path={tmp_path}/x",
+    ]
     task = task_of(*words, "+data.source=de", "+data.target=en")
     beams = task.judge(None)["test_score"]
     found = task.yardsticks(beams)
@@ -729,9 +738,12 @@ def test_sentences_to_be_learned_by_heart_are_those_to_be_judged_by():
     files = translation.search(translation.MULTI30K_PACKED)
     if len(files) < 6:
         pytest.skip("Multi30k is not at hand")
-    corpus = translation.by_heart(torch.device("cpu"), limit=5)
+    corpus = translation.load_by_heart(torch.device("cpu"), limit=5)
     assert corpus.train.references == corpus.dev.references == corpus.test.references
-    assert corpus.train.references == translation.multi30k(torch.device("cpu")).train.references[:5]
+    assert (
+        corpus.train.references
+        == translation.load_multi30k(torch.device("cpu")).train.references[:5]
+    )
 
 
 def test_evaluation_is_a_look_and_no_step():
@@ -770,7 +782,10 @@ def test_training_that_is_resumed_goes_on_to_the_bit():
 def test_pairs_of_ones_own(tmp_path):
     """As the README says it."""
     own(tmp_path / "x")
-    words = ["data._target_=experiments.data.translation.load", f"+data.path={tmp_path}/x"]
+    words = [
+        "data._target_=experiments.data.translation.load_sentences",
+        f"+data.path={tmp_path}/x",
+    ]
     run = Run(config_of(*words, "+data.source=de", "+data.target=en", f"results={tmp_path}"))
     assert execute(run) == "finished"
     assert (run.folder / "test.translated.txt").read_text().count("\n") == 1
