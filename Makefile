@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 SCALE  ?= auto
+RECORDS ?= own
 ARGS   ?=
 EXTRA  ?=
 TESTS  ?= tests
@@ -17,22 +18,25 @@ SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.y
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status redraw report \
-        dashboard wandb-sync bench-optimizer bench-training bench-engines torture fuzz test lint \
+.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
+        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines torture fuzz test lint \
         audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
+# what every product is asked for with; the default records are not worth a word
+WORDS = scale=$(SCALE) $(filter-out records=own,records=$(RECORDS)) $(ARGS)
+
 ## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
-##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/; figure-s2, figure-s3: why
-##                          we see something else than the paper
+##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/; figure-s2 and figure-s3 explain
+##                          results that differ from the paper
 $(FIGURES): figure-%: $(READY)
-	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* $(WORDS)
 
 ##   table-1 … table-9      one table, in results/tables/
 $(TABLES): table-%: $(READY)
-	@$(PY) -m experiments table $* scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments table $* $(WORDS)
 
 # any other number is refused, by `make -n` too
 figure-%: FORCE
@@ -43,27 +47,31 @@ table-%: FORCE
 ##   figures                every figure that is built
 ##   tables                 every table that is built
 figures tables: $(READY)
-	@$(PY) -m experiments $(@:s=) all scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments $(@:s=) all $(WORDS)
 
 ##   theory                 the runs behind the claims on lemmas and theorems
-##   surprises              the experiments that say why we see something else than the paper
+##   surprises              the experiments that explain results that differ from the paper
 ##   claims                 judge every claim of the paper from the records: results/claims.md
 theory surprises claims: $(READY)
-	@$(PY) -m experiments $@ scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments $@ $(WORDS)
 
-##   status                 runs that are there, running, failed (with the error) or missing, and the time that
-##                          is left; FIGURE=4 or TABLE=5 for one, with the commands for what is missing
+##   status                 runs that are finished, running, failed (with the error) or missing, and the time left;
+##                          FIGURE=4 or TABLE=5 for one, with the commands for what is missing
 status: $(READY)
-	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) scale=$(SCALE) $(ARGS)
+	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) $(WORDS)
 
 ##   sweep-lr, sweep-n …    a search of conf/sweep, with ARGS="experiment=mnist_mlp optimizer=adam 'seed=range(0,3)'"
 $(SWEEPS): sweep-%: $(READY)
 	@$(PY) run.py -m sweep=$* scale=$(SCALE) $(ARGS)
 
-##   report                 results/README.md and one page with everything, results/report.html
-##   redraw                 draw pictures again from their csv, after a change of colours
+##   report                 one page with all results, results/report.html; RECORDS=published for the published ones
+report: $(READY)
+	@$(PY) -m experiments $@ $(WORDS)
+
+##   verify                 train a published run of every experiment again, and compare; up to 10 minutes
+##   publish                add your runs to the records in results/published/, and write all results there again
 ##   dashboard              W&B: a report with a section for every figure; needs an account
-report redraw dashboard: $(READY)
+verify publish dashboard: $(READY)
 	@$(PY) -m experiments $@ $(ARGS)
 
 ##   wandb-sync             W&B: upload what was recorded offline
@@ -73,20 +81,20 @@ wandb-sync: $(READY)
 ##   all                    every figure, table and claim, and the report
 all: figures tables surprises claims report
 
-##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/tables/
+##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/benchmarks/
 bench-optimizer: $(READY)
 	@$(PY) -m experiments.bench $(ARGS)
 
-##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/tables/
+##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/benchmarks/
 bench-training: $(READY)
 	@$(PY) -m experiments.bench_training $(ARGS)
 
-##   bench-engines          a sweep of 12 runs on every engine, killed and started twice too: results/tables/; needs
-##                          setup-cluster
+##   bench-engines          a sweep of 12 runs on every engine, killed and started twice too: results/benchmarks/;
+##                          needs setup-cluster
 bench-engines: $(READY)
 	@$(PY) -m experiments.bench_engines $(ARGS)
 
-##   torture                kill trainings 50 times, continue them, compare their records: results/tables/
+##   torture                kill trainings 50 times, continue them, compare their records: results/benchmarks/
 torture: $(READY)
 	@$(PY) -m experiments.torture $(ARGS)
 
@@ -173,6 +181,8 @@ distclean: clean
 ##
 ## Variables
 ##   SCALE=auto             paper, laptop, smoke; auto: paper where it fits this machine, else laptop
+##   RECORDS=own            own: your runs, trained where missing; published: never train; all: your runs, else
+##                          published ones, else train
 ##   EXTRA=my_optimizer     one more curve in a figure: a file of conf/optimizer, or several with commas
 ##   ARGS=                  more arguments for the command, as in ARGS="tracking=off force=true"
 ##   VENV=.venv             where the virtual environment is

@@ -29,6 +29,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
 def main(cfg: DictConfig) -> str:
     # Here, for it imports torch: a slip is told at once, and a launcher trains nothing itself.
+    from experiments.agreement import compare
     from experiments.execute import execute
 
     about = HydraConfig.get()
@@ -40,6 +41,8 @@ def main(cfg: DictConfig) -> str:
         # A sweep does its other runs while another process trains this one.
         end = execute(run, announce=say, wait=alone)
         say(end)
+        if alone and (agreement := compare(run)):
+            say(f"compared with the published run: {agreement}")
     return end
 
 

@@ -396,8 +396,8 @@ def bench(results: Path, quick: bool) -> pd.DataFrame:
         print(f"{name}: tensors {len(shapes)}, elements {numel(shapes):,} …", flush=True)
         parts.append(run_list(name, shapes, rounds))
     table = pd.concat(parts, ignore_index=True)
-    write(table, document(table, quick), results / "tables" / "bench-optimizer")
-    draw(table, results / "figures" / "bench-optimizer", quick)
+    write(table, document(table, quick), results / "benchmarks" / "bench-optimizer")
+    draw(table, results / "benchmarks" / "bench-optimizer", quick)
     return table
 
 

@@ -1,6 +1,6 @@
 """One sweep on every engine, in peace and disturbed: how long it takes, and whether records differ.
 
-python -m experiments.bench_engines     results/tables/bench-engines.md and bench-engines.csv
+python -m experiments.bench_engines     results/benchmarks/bench-engines.md and bench-engines.csv
 
 Engines that `make setup-cluster` has not installed are left out. Let the machine be idle.
 """
@@ -184,9 +184,11 @@ def bench(results: Path, quick: bool) -> pd.DataFrame:
             for r in range(1 if quick else ROUNDS)
         ]
     table = pd.concat(rounds, ignore_index=True)
-    write(table, document(table, quick), results / "tables" / "bench-engines")
+    write(table, document(table, quick), results / "benchmarks" / "bench-engines")
     if table["differ"].any() or table["again"].any():
-        raise OSError(f"records differ or were made twice, see {results}/tables/bench-engines.csv")
+        raise OSError(
+            f"records differ or were made twice, see {results}/benchmarks/bench-engines.csv"
+        )
     return table
 
 

@@ -288,7 +288,7 @@ def bench(results: Path, quick: bool) -> pd.DataFrame:
     loop = pd.concat([time_loop(*pair, data, quick) for pair in pairs], ignore_index=True)
     images = time_input(quick)
     table = pd.concat([loop, images], ignore_index=True)
-    write(table, document(loop, images, quick), results / "tables" / "bench-training")
+    write(table, document(loop, images, quick), results / "benchmarks" / "bench-training")
     return table
 
 

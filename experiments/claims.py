@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from scipy.special import stdtrit
 
 from experiments.config import ConfigError, one_line_errors
-from experiments.index import read_rows
+from experiments.index import WITHOUT, read_rows
 from experiments.record import write_text
 from experiments.runs import Groups, Run, Spec
 
-SAYING = ("verdict", "numbers", "seeds", "scale", "why")
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
 
@@ -152,6 +151,7 @@ def judge(claim: Claim, groups: Groups) -> dict[str, str]:
         "numbers": "; ".join(map(str, outcomes)),
         "seeds": str(max(o.n for o in outcomes)),
         "commit": " ".join(sorted({str(r.info.get("commit")) for r in needed(claim, groups)})),
+        "records": "yes",
     }
 
 
@@ -167,6 +167,7 @@ def row(claim: Claim, groups: Groups) -> dict[str, str]:
         "scale": " and ".join(sorted(scales)),
         "why": claim.why,
         "commit": "",
+        "records": "",
         "key": key(claim, groups),
     }
 
@@ -198,18 +199,21 @@ def key(claim: Claim, groups: Groups) -> str:
 
 
 def judge_spec(
-    spec: Spec, groups: Groups, known: Mapping[str, dict[str, str]]
+    spec: Spec, groups: Groups, published: Mapping[str, dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Judge what can be judged here; a verdict reached elsewhere on the same runs stands."""
+    """Judge every claim whose runs are there.
+
+    Of the others, a verdict on the same claim and runs that was `published` without records stands.
+    """
     rows = []
     for claim in claims_of(spec):
-        new, old = row(claim, groups), known.get(claim.id, {})
         refuse_one_seed(claim, spec, groups)
+        new, old = row(claim, groups), published.get(claim.id, {})
         if all(run.done for run in needed(claim, groups)):
-            new = judge(claim, groups)
-        # The same numbers from another commit are no news; without runs the old ones stand.
-        same = all(old.get(k) == new[k] for k in SAYING) or not new["numbers"]
-        rows.append(old if old.get("key") == new["key"] and same else new)
+            rows.append(judge(claim, groups))
+        else:
+            stands = old.get("records") == WITHOUT and old.get("key") == new["key"]
+            rows.append(dict(old) if stands else new)
     return rows
 
 
@@ -224,20 +228,21 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 
 def said(row: Mapping[str, str]) -> str:
-    """The verdict; one that a larger scale may change says so."""
+    """The verdict; one that a larger scale may change, or that has no records, says so."""
     small = "laptop" in row["scale"] and row["verdict"] in ("fails", "inconclusive")
-    return row["verdict"] + (" at laptop scale" if small else "")
+    mark = " †" if row["records"] == WITHOUT else ""
+    return row["verdict"] + (" at laptop scale" if small else "") + mark
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
     counts = [f"{v}: {sum(r['verdict'] == v for r in rows)}" for v in reversed(WORST_FIRST)]
     lines = [
-        "# What holds of the paper",
+        "# Which claims hold",
         "",
-        "Made by `make claims`; do not edit. Each claim is judged from recorded runs: the mean of",
-        "a difference over the seeds, its 95 % interval in brackets (none if nothing varies), and",
-        "the verdict. *holds*: all of the interval is on the claimed side of the margin; *fails*:",
-        "none of it is; *inconclusive*: a part of it is.",
+        "Generated; do not edit. Each claim is judged from recorded runs: the mean difference over",
+        "the seeds, its 95 % confidence interval in brackets (none if nothing varies), and the",
+        "verdict. *holds*: all of the interval is on the claimed side of the margin; *fails*: none",
+        "of it is; *inconclusive*: a part of it is. †: published before records were kept.",
         "",
         f"**{len(rows)} claims. {', '.join(counts)}.**",
         "",

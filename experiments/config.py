@@ -56,8 +56,8 @@ PARTS = ("data", "model", "trainer")
 
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {
-    "seed", "device", "threads", "tracking", "results", "force", "cpu_scale", "cpu_threads",
-    "checkpoint_every", "deterministic",
+    "seed", "device", "threads", "tracking", "results", "published", "records", "force",
+    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic",
 }  # fmt: skip
 
 
@@ -104,6 +104,8 @@ class Config(BaseModel):
     threads: Annotated[int, Field(ge=1, le=256)] | None  # of a CPU; None: all
     tracking: Tracking
     results: Path
+    published: Path
+    records: Literal["own", "published", "all"]
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
     deterministic: bool | None = None  # None: on a CPU, where it costs nothing
@@ -278,11 +280,13 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
         raise ConfigError(f"runs={several} is more than one run: it needs run.py -m")
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
     if cfg.scale == "auto":
-        cfg.scale = "paper" if has_gpu() else cfg.cpu_scale
+        # Published results are the same everywhere, whatever this machine could train.
+        cfg.scale = "paper" if has_gpu() and cfg.records != "published" else cfg.cpu_scale
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
     refuse_missing(values)
-    values["results"] = results_folder(values["results"])
+    values["results"] = folder_of("results", values["results"], ROOT / "results")
+    values["published"] = folder_of("published", values["published"], ROOT / "results/published")
     move_parts(values)
     config = Config.model_validate(values)
     check_ranges(config.optimizer)
@@ -299,12 +303,12 @@ def move_parts(values: dict[Any, Any]) -> None:
         values["task"][part] = values.pop(part)
 
 
-def results_folder(given: Any) -> Path:
-    """Where the user said, as seen from where the user stands; else results/ beside conf/."""
+def folder_of(key: str, given: Any, usual: Path) -> Path:
+    """The folder that the user names, relative to the current one; else the usual one."""
     if given is None:
-        return ROOT / "results"
+        return usual
     if not str(given).strip():
-        raise ConfigError("results= is empty: name a folder, or leave it out")
+        raise ConfigError(f"{key}= is empty: name a folder, or leave it out")
     return Path(str(given)).expanduser().absolute()
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from experiments.archive import Published
 from experiments.checkpoint import Checkpoint
 from experiments.config import Config, ConfigError, build, last_line
 from experiments.loop import train
@@ -44,9 +45,14 @@ def execute(
         raise KeyboardInterrupt
     config, before = run.config, run.info
     if run.done and not config.force:
-        announce(f"nothing to do, it is there (force=true trains again): {shown(run.folder)}")
-        remove_left_over(run)
+        if isinstance(run.source, Published):
+            announce(f"already published (records=own trains it here): {run.name}")
+        else:
+            announce(f"already finished (force=true trains again): {shown(run.folder)}")
+            remove_left_over(run)
         return run.status
+    if config.records == "published":
+        raise ConfigError(f"{run.name} is not published: use records=own to train it")
     with device_for(config.device) as device, team(device) as members:
         if not is_first():
             return follow(device, config, members)

@@ -6,7 +6,7 @@ looks like in conf/figure/_style.yaml.
 
 from __future__ import annotations
 
-import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import CenteredNorm, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
-from PIL import Image
 
-from experiments.config import ConfigError
-from experiments.looks import Look, label_of, looks_of, styles
+from experiments.looks import Look, label_of, looks_of
+from experiments.record import write_if_changed
 from experiments.runs import Run, Spec
 
 plt.rcParams.update(
@@ -75,17 +74,8 @@ def values_of(run: Run, metric: str) -> pd.Series:
     return metrics[metric]
 
 
-def draw(
-    spec: Spec,
-    groups: Mapping[str, Sequence[Run]],
-    stem: Path,
-    plotted: pd.DataFrame | None = None,
-    source: str | None = None,
-) -> None:
-    """Write stem.png, stem.pdf and stem.csv; the runs of a curve that was `plotted` are not read.
-
-    The picture carries the digest of what it was made from, or `source`.
-    """
+def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
+    """Write stem.png, stem.pdf and stem.csv; return whether one of them is new or has changed."""
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
     figure, axes = plt.subplots(
@@ -94,42 +84,33 @@ def draw(
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
         letter = panel["title"].split()[0].strip("()")
-        data = None if plotted is None else plotted[plotted["panel"] == letter]
-        data = draw_panel(ax, dict(panel), groups, data)
+        data = draw_panel(ax, dict(panel), groups)
         numbers.append(data.assign(panel=letter)[["panel", *data.columns.drop("panel", "ignore")]])
     for ax in axes.flat[len(spec.panels) :]:
         ax.remove()
     finish(figure, spec, groups)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, stem, source or digest(spec, groups))
-    table = pd.concat(numbers)
-    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.10g")
+    table = pd.concat(numbers).to_csv(index=False, float_format="%.10g")
+    files = {".png": rendered(figure, "png", dpi=160), ".csv": table.encode()}
+    files[".pdf"] = rendered(figure, "pdf", metadata={"CreationDate": None})
+    plt.close(figure)
+    return any([write_if_changed(stem.with_suffix(end), new) for end, new in files.items()])
 
 
-def redraw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
-    """Draw again from the csv if the look has changed since; the runs may be elsewhere."""
-    look, runs = digest_of_looks(spec), source_of(stem).split()[-1]
-    if source_of(stem).split()[0] == look:
-        return False
-    draw(spec, groups, stem, read_plotted(stem.with_suffix(".csv")), source=f"{look} {runs}")
-    return True
-
-
-def read_plotted(path: Path) -> pd.DataFrame | None:
-    return pd.read_csv(path) if path.exists() else None
+def rendered(figure: Figure, form: str, **options: Any) -> bytes:
+    """Without a date: equal runs give equal files."""
+    file = io.BytesIO()
+    figure.savefig(file, format=form, **options)
+    return file.getvalue()
 
 
 def draw_panel(
-    ax: Axes,
-    panel: dict[str, Any],
-    groups: Mapping[str, Sequence[Run]],
-    plotted: pd.DataFrame | None,
+    ax: Axes, panel: dict[str, Any], groups: Mapping[str, Sequence[Run]]
 ) -> pd.DataFrame:
     title, target, names = panel.pop("title"), panel.pop("draw"), panel.pop("runs")
     ax.set_title(title, fontsize=10)
     ax.set(**panel.pop("axes", {}))
     members = [named(name, label, groups) for name, label in labels(names).items()]
-    data = hydra.utils.get_method(target)(ax, shaded(members), **panel, plotted=plotted)
+    data = hydra.utils.get_method(target)(ax, shaded(members), **panel)
     assert isinstance(data, pd.DataFrame)
     return data
 
@@ -157,7 +138,6 @@ def curves(
     legend: Any = "best",
     smooth: int = 1,
     orders: bool = False,
-    plotted: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
 
@@ -165,9 +145,7 @@ def curves(
     stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
     that are orders of magnitude apart a mean would show the worst alone.
     """
-    known = [] if plotted is None else list(plotted["curve"])
-    new = [numbers_of(g, metric, smooth, orders) for g in groups if g.label not in known]
-    table = pd.concat([*([] if plotted is None else [plotted]), *new])
+    table = pd.concat([numbers_of(group, metric, smooth, orders) for group in groups])
     for group in groups:
         part = table[table["curve"] == group.label].set_index("step")
         draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
@@ -215,8 +193,6 @@ def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
 
 def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
     """What is drawn of one curve: a row for each step."""
-    if not all(run.done for run in group.runs):
-        raise ConfigError(f"the runs of {group.label} are not here, nor is it in the csv")
     raw = np.log10(group.table(metric)) if orders else group.table(metric)
     table = box_mean(raw, smooth)
     numbers = over_seeds(raw)
@@ -270,7 +246,6 @@ def heatmap(
     where_label: str = "",
     centered: bool = False,
     middle: str = "mean",
-    plotted: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """A metric over β1 (x) and β2 (y), the `middle` (mean or median) over the seeds.
 
@@ -279,10 +254,8 @@ def heatmap(
     """
     (group,) = groups
     wanted = [name for name in (metric, contours, where) if name]
-    if plotted is None:
-        cells = pd.concat([run.metrics() for run in group.runs])
-        plotted = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
-    table = plotted
+    cells = pd.concat([run.metrics() for run in group.runs])
+    table = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
     x, y, z = grid_of(table, metric)
     if where:
         z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)
@@ -333,36 +306,3 @@ def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> N
 def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
     scales = sorted({run.config.scale for runs in groups.values() for run in runs})
     return " and ".join(scales)
-
-
-def digest(spec: Spec, groups: Mapping[str, Sequence[Run]]) -> str:
-    """Changes when the spec, the look, this file, or a number behind the figure changes."""
-    runs = [run.fingerprint() for runs in groups.values() for run in runs]
-    return f"{digest_of_looks(spec)} {short_hash(runs)}"
-
-
-def digest_of_looks(spec: Spec) -> str:
-    drawn = spec.model_dump_json(exclude={"shows", "claims"})
-    return short_hash([drawn, str(styles()), Path(__file__).read_text()])
-
-
-def short_hash(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def source_of(stem: Path) -> str:
-    """What a picture was made from: a digest of its look, and one of its runs."""
-    with Image.open(stem.with_suffix(".png")) as image:
-        return str(image.info.get("Source") or "unknown")
-
-
-def up_to_date(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
-    files = [stem.with_suffix(s) for s in (".png", ".pdf", ".csv")]
-    return all(f.exists() for f in files) and source_of(stem) == digest(spec, groups)
-
-
-def save(figure: Figure, stem: Path, source: str) -> None:
-    # The picture carries what it was made from, and no date: equal runs give equal files.
-    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Source": source})
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Keywords": source})
-    plt.close(figure)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from experiments.claims import interval, values
 from experiments.config import one_line_errors
-from experiments.figures import Group, draw, redraw, scale_of, shaded
+from experiments.figures import Group, draw, scale_of, shaded
 from experiments.record import write_text
 from experiments.runs import Groups, Run, Spec
 from experiments.tables import refuse_missing
@@ -57,20 +57,7 @@ def write_grid(spec: Spec, groups: Groups, stem: Path, picture: Path) -> None:
     table = judge_grid(members(spec), rule, groups)
     write_text(stem.with_suffix(".csv"), table.to_csv(index=False, float_format="%.10g"))
     write_text(stem.with_suffix(".md"), page(spec, rule, table, face(spec, groups, table)))
-    draw(drawn(spec, rule, read_grid(stem)), groups, picture)
-
-
-def redraw_grid(spec: Spec, groups: Groups, stem: Path, picture: Path) -> bool:
-    """Draw the plot again from the csv if its look has changed; the runs may be elsewhere."""
-    return redraw(drawn(spec, rule_of(spec), read_grid(stem)), groups, picture)
-
-
-def read_grid(stem: Path) -> pd.DataFrame:
-    table = pd.read_csv(stem.with_suffix(".csv"))
-    lists = [c for c in table if table[c].astype(str).str.startswith("[").any()]
-    for name in lists:
-        table[name] = [json.loads(x) if isinstance(x, str) else x for x in table[name]]
-    return table
+    draw(drawn(spec, rule, table), groups, picture)
 
 
 def drawn(spec: Spec, rule: Rule, table: pd.DataFrame) -> Spec:
@@ -279,7 +266,6 @@ def lines(
     settings: Sequence[str],
     along: str,
     legend: bool = False,
-    plotted: pd.DataFrame | None = None,  # the rows hold it all
 ) -> pd.DataFrame:
     """A metric along one setting: a line for each optimizer and each choice of the others.
 

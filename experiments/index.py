@@ -1,8 +1,4 @@
-"""The index of all runs, results/runs.csv: what was trained, where, how it ended, what it serves.
-
-Runs themselves are too large to commit. A row stands for one of them wherever it was made: where a
-run is at hand its row is written anew, where it is not the row that is known stays.
-"""
+"""The index of runs, runs.csv: what was trained, where, how it ended, which products it serves."""
 
 from __future__ import annotations
 
@@ -19,24 +15,19 @@ from experiments.runs import Run, spec_path
 Rows = dict[str, dict[str, str]]
 COLUMNS = (
     "run", "experiment", "optimizer", "settings", "scale", "seed", "status", "seconds", "metrics",
-    "started", "commit", "machine", "versions", "serves", "command",
+    "started", "commit", "machine", "versions", "records", "serves", "command",
 )  # fmt: skip
-ELSEWHERE = "made elsewhere"  # before there was an index
+WITHOUT = "no"  # records: a row that was published before records were
 
 
-def update(path: Path, product: str, runs: Sequence[Run], is_made: bool) -> None:
-    """Bring the rows of a product's runs up to date.
-
-    `product` is figure-03, table-01 or claim-theory; `is_made` says that it exists, so that runs
-    which are neither here nor in the index were made elsewhere.
-    """
+def update(path: Path, product: str, runs: Sequence[Run]) -> None:
+    """Bring the rows of a product's runs up to date; `product` is figure-03 or table-01."""
     before = read(path)
     rows = released(before, product)
     for run in runs:
         name = name_of(run)
-        known = rows.get(name)
-        if run.done or (known is None and is_made):
-            rows[name] = row_of(run) | {"serves": known["serves"] if known else ""}
+        if run.done:
+            rows[name] = row_of(run) | {"serves": rows.get(name, {}).get("serves", "")}
         if name in rows:
             rows[name] = serving(rows[name], product)
     rows = {name: row for name, row in rows.items() if row["serves"]}
@@ -46,7 +37,7 @@ def update(path: Path, product: str, runs: Sequence[Run], is_made: bool) -> None
 
 def name_of(run: Run) -> str:
     """Which run it is: its folder below results/runs."""
-    return run.folder.relative_to(run.config.results / "runs").as_posix()
+    return f"{run.config.experiment}/{run.entry}"
 
 
 def released(rows: Rows, product: str) -> Rows:
@@ -67,31 +58,25 @@ def serving(row: dict[str, str], product: str) -> dict[str, str]:
 
 
 def row_of(run: Run) -> dict[str, str]:
-    config = run.config
-    about = {
+    """The row of a run that is done."""
+    config, info = run.config, run.info
+    machine, versions = info["machine"], info["versions"]
+    return {
         "run": name_of(run),
         "experiment": config.experiment,
         "optimizer": config.optimizer_name,
         "settings": settings(config.optimizer),
         "scale": config.scale,
         "seed": str(config.seed),
-        "command": run.command(),
-    }
-    found = of_record(run) if run.done else {"status": ELSEWHERE}
-    return dict.fromkeys(COLUMNS, "") | about | found
-
-
-def of_record(run: Run) -> dict[str, str]:
-    info = run.info
-    machine, versions = info["machine"], info["versions"]
-    return {
         "status": run.status,
         "seconds": f"{info['seconds']:.1f}",
         "metrics": last_metrics(run.metrics()),
         "started": info["started"],
         "commit": shortened(info["commit"]),
-        "machine": f"{machine['system'].split('-')[0]}, {machine['cores']} cores",
+        "machine": f"{machine['processor']}, {machine['cores']} cores",
         "versions": f"Python {machine['python']}, torch {versions['torch']}",
+        "records": "yes",
+        "command": run.command(),
     }
 
 

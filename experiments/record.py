@@ -152,7 +152,7 @@ class Record:
             "commit": commit(),
             "versions": versions(),
             **self.about,
-            "config": self.config.model_dump(mode="json", exclude={"results"}),
+            "config": self.config.model_dump(mode="json", exclude={"results", "published"}),
         }
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
 
@@ -249,6 +249,14 @@ def write_bytes(path: Path, content: bytes) -> None:
             raise
 
 
+def write_if_changed(path: Path, content: bytes) -> bool:
+    """Write a file unless it has this content already; return whether it was written."""
+    if path.exists() and path.read_bytes() == content:
+        return False
+    write_bytes(path, content)
+    return True
+
+
 def remove_drafts(folder: Path) -> None:
     """What write_bytes left in processes that were killed; only for whoever holds the lock."""
     for draft in folder.glob(".*.*.[0-9]*"):
@@ -322,7 +330,8 @@ class Mirror:
 
     @classmethod
     def of_run(cls, config: Config, folder: Path, tags: Sequence[str]) -> Mirror:
-        plain = config.model_dump(mode="json", exclude={"results", "tracking", "force"})
+        private = {"results", "published", "records", "tracking", "force"}
+        plain = config.model_dump(mode="json", exclude=private)
         return cls.start(
             config.tracking,
             config.results,

@@ -15,7 +15,8 @@ import pandas as pd
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
-from experiments import record
+from experiments import archive, record
+from experiments.archive import Published
 from experiments.config import (
     CONF,
     PARTS,
@@ -29,7 +30,9 @@ from experiments.config import (
 )
 
 COUNTS = {"figure": 24, "table": 9}
-ABOUT_THE_MACHINE = ("scale", "tracking", "results", "device", "threads", "force")
+ABOUT_THE_MACHINE = (
+    "scale", "records", "tracking", "results", "published", "device", "threads", "force",
+)  # fmt: skip
 NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
 
@@ -56,23 +59,59 @@ class Run:
         return f"{self.config.experiment} {self.config.digest()} seed {self.config.seed}"
 
     @property
+    def setting(self) -> str:
+        """What its seeds share: adam-0cd7570d"""
+        return self.folder.parent.name
+
+    @property
+    def entry(self) -> str:
+        """Which run of its experiment it is: adam-0cd7570d/seed=0"""
+        return f"{self.setting}/{self.folder.name}"
+
+    @property
+    def twin(self) -> Published | None:
+        """The published run of the same identity and seed."""
+        return self.published_runs.get(self.entry)
+
+    @property
+    def published_runs(self) -> archive.Runs:
+        """All that are published of its experiment."""
+        return archive.load(self.config.published, self.config.experiment)
+
+    @property
+    def source(self) -> Path | Published | None:
+        """Where its record comes from, as `records` says: its folder, or the published ones."""
+        wanted = self.config.records
+        if wanted == "own" or (wanted == "all" and record.is_final(self.folder)):
+            return self.folder
+        return self.twin or (self.folder if wanted == "all" else None)
+
+    @property
     def info(self) -> dict[str, Any]:
-        return record.read_info(self.folder)
+        match self.source:
+            case Published() as twin:
+                return twin.info
+            case Path() as folder:
+                return record.read_info(folder)
+        return {}
 
     @property
     def status(self) -> str:
-        return record.status_of(self.folder)
+        match self.source:
+            case Published() as twin:
+                return twin.status
+            case Path() as folder:
+                return record.status_of(folder)
+        return "missing"
 
     @property
     def done(self) -> bool:
-        return record.is_final(self.folder)
+        source = self.source
+        return record.is_final(source) if isinstance(source, Path) else source is not None
 
     def metrics(self) -> pd.DataFrame:
-        return record.read_metrics(self.folder)
-
-    def fingerprint(self) -> str:
-        """A hash of what came out; equal for equal runs, whenever they were made."""
-        return f"{self.config.digest()} {self.status} {record.hash_metrics(self.folder)}"
+        source = self.source
+        return source.metrics if isinstance(source, Published) else record.read_metrics(self.folder)
 
     def command(self) -> str:
         """The shortest command line that makes this run."""

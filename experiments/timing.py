@@ -80,4 +80,4 @@ def command(
     except OSError as error:
         sys.exit(f"error: {error}")
     print(readable(table).to_string(index=False))
-    print(f"Written: {arguments.results}/tables/{name}.csv and .md")
+    print(f"Written: {arguments.results}/benchmarks/{name}.csv and .md")

@@ -1,6 +1,6 @@
 """Trainings are killed (SIGKILL) at random moments and continued; their records must not differ.
 
-python -m experiments.torture       50 kills: results/tables/torture.md and torture.csv
+python -m experiments.torture       50 kills: results/benchmarks/torture.md and torture.csv
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def torture(results: Path, quick: bool) -> pd.DataFrame:
         log = Path(scratch) / "log"
         table = kill_all(Path(scratch), log, quick, random.Random(0))
         passed_over = log.read_text(errors="replace").count("passed over")
-    write(table, document(table, passed_over, quick), results / "tables" / "torture")
+    write(table, document(table, passed_over, quick), results / "benchmarks" / "torture")
     if not table["same"].all():
-        raise OSError(f"records differ, see {results}/tables/torture.csv")
+        raise OSError(f"records differ, see {results}/benchmarks/torture.csv")
     return table
 
 

@@ -1,0 +1,146 @@
+"""`make publish`: own finished runs become published records, and results/published follows.
+
+Everything is made in a new folder, from the records in it alone, and takes the place of the old one
+in a single step: a publication that stops half way changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from experiments import archive, record
+from experiments.archive import Published
+from experiments.config import Config, ConfigError, compose
+from experiments.make import groups_of, judge, keep_index, write
+from experiments.report import load_products, overview
+from experiments.runs import Run, all_runs, everything, given, load_spec
+
+SCALES = ("paper", "auto")  # auto: what an experiment has on a CPU
+
+
+def publish(overrides: Sequence[str]) -> Iterator[str]:
+    """Merge own runs into the published records and write all products again; yield what to say."""
+    config = compose([*overrides, "records=own"])
+    if "dirty" in (record.commit() or "dirty"):
+        raise ConfigError("the checkout has changes that are not committed: commit them first")
+    new = config.published.with_name(f".{config.published.name}-new")
+    with record.locked(config.published.with_name(f".{config.published.name}-lock"), print):
+        shutil.rmtree(new, ignore_errors=True)  # of a publication that was killed
+        if config.published.exists():
+            shutil.copytree(config.published, new)
+        yield from merge(config, new)
+        remove_strangers(new)
+        complete = sum(list(rewrite(new)))
+        products = load_products(new)
+        record.write_text(new / "README.md", overview(products))
+        exchange(new, config.published)
+        shutil.rmtree(new, ignore_errors=True)
+    yield f"{config.published}: {complete} of {len(products)} products are made from records"
+
+
+# -- records -----------------------------------------------------------------------------------
+
+
+def merge(config: Config, new: Path) -> Iterator[str]:
+    """Add own runs to the records; drop those that no product asks for any more."""
+    asked = requested(config)
+    refuse_unknown_code(asked.values())
+    added = dropped = 0
+    trained = {run.config.experiment for run in asked.values()}
+    for experiment in sorted({*archive.experiments(new), *trained}):
+        before = dict(archive.load(new, experiment))
+        after = {name: run for name, run in before.items() if f"{experiment}/{name}" in asked}
+        for run in asked.values():
+            is_here = run.config.experiment == experiment and run.done
+            if is_here and (run.entry not in after or config.force):
+                after[run.entry] = Published(public(run), run.metrics())
+        added += len(after.keys() - before.keys())
+        dropped += len(before.keys() - after.keys())
+        if after:
+            archive.save(new, experiment, after)
+        else:
+            archive.path_of(new, experiment).unlink(missing_ok=True)
+    yield f"{added} runs added to the records, {dropped} that nothing uses dropped"
+
+
+def requested(config: Config) -> dict[str, Run]:
+    """Every run that a product asks for, by name."""
+    words = folders(config.results, config.published)
+    runs = [
+        run
+        for kind, name in everything()
+        for scale in SCALES
+        for run in all_runs(load_spec(kind, name).expand([*words, f"scale={scale}"]))
+    ]
+    return {f"{run.config.experiment}/{run.entry}": run for run in runs}
+
+
+def folders(results: Path, published: Path) -> list[str]:
+    return [given("results", str(results), ""), given("published", str(published), "")]
+
+
+def refuse_unknown_code(runs: Iterable[Run]) -> None:
+    """Numbers that no commit can produce again are not published."""
+    unknown = [run for run in runs if run.done and "dirty" in (run.info.get("commit") or "dirty")]
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} runs were trained with uncommitted changes, for example "
+            f"{unknown[0].folder}; train them again with force=true, or delete them"
+        )
+
+
+def public(run: Run) -> dict[str, object]:
+    """run.json without what belongs to its file."""
+    return {key: value for key, value in run.info.items() if key != "sha256"}
+
+
+# -- products ----------------------------------------------------------------------------------
+
+
+def rewrite(new: Path) -> Iterator[bool]:
+    """Write every product again; yield whether all of its runs have records."""
+    words = [*folders(new, new), "records=published", "scale=auto", "tracking=off"]
+    for kind, name in everything():
+        spec = load_spec(kind, name)
+        groups = groups_of(spec, words)
+        complete = all(run.done for run in all_runs(groups))
+        if complete:
+            write(kind, name, spec, groups)
+        judge(spec, groups)
+        keep_index(f"{kind}-{name}", groups)
+        yield complete
+
+
+def remove_strangers(new: Path) -> None:
+    """Remove the files of products that conf/ does not have."""
+    names = {f"{kind}-{name}" for kind, name in everything()}
+    for path in [*new.glob("figures/*"), *new.glob("tables/*")]:
+        if path.stem not in names:
+            path.unlink()
+
+
+# -- one step ----------------------------------------------------------------------------------
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Let two folders change places; where the system cannot do it in one step, in two."""
+    if not old.exists():
+        new.rename(old)
+        return
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        names = os.fsencode(new), os.fsencode(old)
+        if rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
+            return
+    except AttributeError:  # not Linux
+        pass
+    aside = old.with_name(f".{old.name}-old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
