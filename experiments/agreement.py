@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from experiments import archive
 from experiments.runs import Run
@@ -54,30 +56,39 @@ def compare_metrics(
     mine: pd.DataFrame, theirs: pd.DataFrame, seeds: Sequence[pd.DataFrame]
 ) -> tuple[str, str, float]:
     """Kind, detail and relative gap; `seeds` are all published runs of the setting."""
-    names = sorted({*mine.columns, *theirs.columns})
-    mine, theirs = (table.reindex(columns=names) for table in (mine, theirs))
-    a, b = mine.to_numpy(float), theirs.to_numpy(float)
+    names = sorted(mine.columns)
+    if names != sorted(theirs.columns):
+        alone = ", ".join(sorted({*mine.columns} ^ {*theirs.columns}))
+        return DIFFERENT, f"only one of the two has {alone}", math.inf
+    a, b = (table[names].to_numpy(float) for table in (mine, theirs))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return IDENTICAL, "", 0.0
-    with np.errstate(invalid="ignore"):
-        gap = np.where(same, 0.0, np.abs(a - b))
-        size = np.fmax(np.abs(a), np.abs(b))
-        close = same | (gap <= ABSOLUTE + RELATIVE * size)
-        relative = np.where(gap > ABSOLUTE, gap / size, 0.0)
+    relative = relative_gap(a, b)
+    close = same | (relative <= RELATIVE)
     if close.all():
         largest = float(relative.max())
         return ROUNDING, f"largest relative difference {largest:.1e}", largest
     row = int(np.argmin(close.all(axis=1)))
-    column = int(np.argmax(np.where(close[row], -1.0, np.nan_to_num(relative[row], nan=np.inf))))
+    column = int(np.argmax(relative[row]))
+    gap = float(relative[row, column])
     detail = (
         f"{names[column]} at step {mine.index[row]:,} is {a[row, column]:.7g}, published "
-        f"{b[row, column]:.7g} ({relative[row, column]:.2%})"
+        f"{b[row, column]:.7g} ({100 * gap:.2g} %)"
     )
     # Trainings that rounding has driven apart never meet again.
     returns = same[row + 1 :].all(axis=1).any()
-    near = not returns and all(is_near(name, mine, theirs, seeds) for name in names)
-    return (SPREAD if near else DIFFERENT), detail, float(relative[row, column])
+    near = np.isfinite(relative).all() and all(is_near(n, mine, theirs, seeds) for n in names)
+    return (SPREAD if near and not returns else DIFFERENT), detail, gap
+
+
+def relative_gap(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each pair; 0 where rounding explains it or both are NaN, inf where one is no number."""
+    both = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(all="ignore"):
+        gap, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
+        relative = np.where(both, np.where(gap > ABSOLUTE, gap / size, 0.0), np.inf)
+    return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, relative)
 
 
 def is_near(

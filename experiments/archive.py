@@ -64,8 +64,19 @@ def read(path: Path, changed: int) -> Runs:
     checksum, _, rest = rest.partition(b"\n")
     if checksum.decode(errors="replace") != f"# sha256 {hashlib.sha256(rest).hexdigest()}":
         raise RecordsError(f"checksum mismatch in {path}: restore it with git checkout -- {path}")
-    infos = [json.loads(line[2:]) for line in rest.splitlines() if line.startswith(b"# {")]
-    table = pd.read_csv(io.BytesIO(rest), comment="#", float_precision="round_trip")
+    try:
+        return parse(rest)
+    except (KeyError, TypeError, ValueError) as error:  # pandas' own errors are ValueErrors
+        raise RecordsError(f"{path} has another format: {type(error).__name__} {error}") from error
+
+
+def parse(text: bytes) -> Runs:
+    """The runs of a file, from what follows its checksum."""
+    lines = text.split(b"\n")
+    count = next(i for i, line in enumerate(lines) if not line.startswith(b"# "))
+    infos = [json.loads(line[2:]) for line in lines[:count]]
+    rows = io.BytesIO(b"\n".join(lines[count:]))
+    table = pd.read_csv(rows)
     parts = dict(list(table.groupby("run", sort=False)))
     return {info["run"]: Published(info, own_columns(parts[info["run"]])) for info in infos}
 

@@ -37,6 +37,7 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
         complete = sum(list(rewrite(new)))
         products = load_products(new)
         record.write_text(new / "README.md", overview(products))
+        shutil.rmtree(new / "runs")  # the lock of runs.csv and claims.csv
         exchange(new, config.published)
         shutil.rmtree(new, ignore_errors=True)
     yield f"{config.published}: {complete} of {len(products)} products are made from records"

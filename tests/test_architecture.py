@@ -12,22 +12,36 @@ ROOT = Path(__file__).resolve().parent.parent
 # module → the modules of this repository that it may import; a name covers everything below it
 ARROWS = {
     "run": {
-        "experiments.config", "experiments.execute", "experiments.parallel", "experiments.runs",
-        "experiments.stopping",
+        "experiments.agreement", "experiments.config", "experiments.execute",
+        "experiments.parallel", "experiments.runs", "experiments.stopping",
     },
     "hydra_plugins": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.__main__": {
-        "experiments.claims", "experiments.config", "experiments.dashboard",
-        "experiments.execute", "experiments.figures", "experiments.grids", "experiments.index",
+        "experiments.config", "experiments.dashboard", "experiments.make", "experiments.publish",
         "experiments.record", "experiments.report", "experiments.runs", "experiments.status",
-        "experiments.stopping", "experiments.tables",
+        "experiments.stopping", "experiments.verify",
     },
+    "experiments.make": {
+        "experiments.agreement", "experiments.claims", "experiments.config",
+        "experiments.execute", "experiments.figures", "experiments.grids", "experiments.index",
+        "experiments.record", "experiments.runs", "experiments.tables",
+    },
+    "experiments.publish": {
+        "experiments.archive", "experiments.config", "experiments.make", "experiments.record",
+        "experiments.report", "experiments.runs",
+    },
+    "experiments.verify": {
+        "experiments.agreement", "experiments.archive", "experiments.config",
+        "experiments.execute", "experiments.runs",
+    },
+    "experiments.agreement": {"experiments.archive", "experiments.runs"},
+    "experiments.archive": {"experiments.record"},
     "experiments.dashboard": {"experiments.config", "experiments.runs"},
     "experiments.status": {"experiments.config", "experiments.record", "experiments.runs"},
     "experiments.execute": {
-        "experiments.checkpoint", "experiments.config", "experiments.loop", "experiments.parallel",
-        "experiments.progress", "experiments.record", "experiments.runs", "experiments.stopping",
-        "experiments.task", "experiments.team",
+        "experiments.archive", "experiments.checkpoint", "experiments.config", "experiments.loop",
+        "experiments.parallel", "experiments.progress", "experiments.record", "experiments.runs",
+        "experiments.stopping", "experiments.task", "experiments.team",
     },
     "experiments.parallel": set(),
     "experiments.team": {
@@ -62,7 +76,7 @@ ARROWS = {
     },
     "experiments.models": {"experiments.models"},
     "experiments.data": {"experiments.data", "experiments.progress"},
-    "experiments.figures": {"experiments.config", "experiments.looks", "experiments.runs"},
+    "experiments.figures": {"experiments.looks", "experiments.record", "experiments.runs"},
     "experiments.looks": {"experiments.config"},
     "experiments.index": {"experiments.record", "experiments.runs"},
     "experiments.report": {
@@ -81,7 +95,7 @@ ARROWS = {
     },
     "experiments.schedules": set(),
     "experiments.statistics": set(),
-    "experiments.runs": {"experiments.config", "experiments.record"},
+    "experiments.runs": {"experiments.archive", "experiments.config", "experiments.record"},
     "experiments.record": {"experiments.config"},
     "experiments.progress": set(),
     "experiments.config": set(),

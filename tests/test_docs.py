@@ -13,7 +13,7 @@ import adashift
 from experiments.report import load_products
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "results/README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "results/published/README.md", *(ROOT / "docs").glob("*.md")]
 
 
 def test_every_erratum_has_its_test_and_every_test_its_erratum():
@@ -44,7 +44,7 @@ def test_the_readme_names_every_optimizer_and_only_targets_that_exist():
 
 def test_the_gallery_tells_the_verdicts_of_the_results():
     text = (ROOT / "README.md").read_text()
-    verdicts = {p.label: p.verdict for p in load_products(ROOT / "results")}
+    verdicts = {p.label: p.verdict for p in load_products(ROOT / "results/published")}
     shown = re.findall(r"!\[\]\(\S+\) \[(Figure \d+)\]\(\S+\): ([^.]+)\.", text)
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
 

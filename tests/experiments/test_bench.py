@@ -23,7 +23,9 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(results):
-    return pd.read_csv(results / "tables" / "bench-optimizer.csv").set_index(["list", "contender"])
+    return pd.read_csv(results / "benchmarks" / "bench-optimizer.csv").set_index(
+        ["list", "contender"]
+    )
 
 
 def test_every_contender_is_in_the_table(table):
@@ -55,7 +57,7 @@ def test_state_is_as_promised(table, name):
 
 
 def test_the_page_says_where_it_was_measured(results):
-    page = (results / "tables" / "bench-optimizer.md").read_text(encoding="utf-8")
+    page = (results / "benchmarks" / "bench-optimizer.md").read_text(encoding="utf-8")
     assert torch.__version__ in page and f"threads: {torch.get_num_threads()}" in page
     assert "these times mean nothing" in page
     installed = importlib.util.find_spec(bench.PEER) is not None
@@ -63,9 +65,9 @@ def test_the_page_says_where_it_was_measured(results):
 
 
 def test_the_chart_is_drawn(results):
-    with Image.open(results / "figures" / "bench-optimizer.png") as image:
+    with Image.open(results / "benchmarks" / "bench-optimizer.png") as image:
         assert image.size[0] > 1000
-    assert (results / "figures" / "bench-optimizer.pdf").stat().st_size > 1000
+    assert (results / "benchmarks" / "bench-optimizer.pdf").stat().st_size > 1000
 
 
 def test_the_full_lists_are_those_asked_for():

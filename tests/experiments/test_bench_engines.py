@@ -17,7 +17,7 @@ def test_a_disturbed_sweep_gives_the_records_of_an_undisturbed_one(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    table = pd.read_csv(tmp_path / "tables/bench-engines.csv")
+    table = pd.read_csv(tmp_path / "benchmarks/bench-engines.csv")
     assert table["way"].tolist() == [
         SERIAL,
         f"{SERIAL}, launcher killed",
@@ -25,7 +25,7 @@ def test_a_disturbed_sweep_gives_the_records_of_an_undisturbed_one(tmp_path):
     ]
     assert table["runs"].eq(12).all() and table["differ"].eq(0).all() and table["again"].eq(0).all()
     assert table.set_index("way")["faster"][SERIAL] == 1
-    assert "these times mean nothing" in (tmp_path / "tables/bench-engines.md").read_text()
+    assert "these times mean nothing" in (tmp_path / "benchmarks/bench-engines.md").read_text()
 
 
 def test_what_is_trained_twice_is_counted(tmp_path):

@@ -39,7 +39,7 @@ def results(tmp_path_factory):
         patch.setattr(execute, "ALL_THREADS", 3)
         bench_training.main(["--quick", "--results", str(folder)])
     torch.set_num_threads(before)
-    return folder / "tables"
+    return folder / "benchmarks"
 
 
 @pytest.fixture(scope="module")

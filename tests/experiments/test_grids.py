@@ -5,12 +5,23 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import hydra
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from experiments import __main__ as cli
 from experiments import grids, runs
-from experiments.config import CONF, ROOT, ConfigError, choices_of, compose, sweep_points
+from experiments.config import (
+    CONF,
+    ROOT,
+    ConfigError,
+    choices_of,
+    compose,
+    config_source,
+    expand,
+    sweep_points,
+)
 from experiments.execute import execute
 from experiments.grids import Rule, judge_search, write_grid
 from experiments.runs import Run, figures_using, load_spec
@@ -96,9 +107,21 @@ def test_every_sweep_opens_with_its_command_and_gives_its_sources(name):
 
 
 @pytest.mark.parametrize("name", choices_of("sweep"))
-def test_a_sweep_is_no_part_of_a_run(name):
-    pair = ["experiment=mnist_mlp", "optimizer=adashift"]
-    assert compose([*pair, f"sweep={name}"]) == compose(pair)
+def test_a_sweep_is_no_part_of_a_run_and_is_read_as_hydra_does(name):
+    with config_source():
+        swept = hydra.compose("run", [f"sweep={name}"], return_hydra_config=True)
+        plain = hydra.compose("run", [], return_hydra_config=True)
+    sweeper = swept.hydra.sweeper
+    params = [f"{key}={values}" for key, values in sweeper.params.items()]
+    assert sweep_points(name) == expand(params, sweeper.points)
+    OmegaConf.set_struct(swept, False), OmegaConf.set_struct(plain, False)
+    del swept["hydra"], plain["hydra"]
+    assert swept == plain
+
+
+def test_an_unknown_sweep_is_one_line():
+    with pytest.raises(ConfigError, match="sweep=nonsense is unknown: choose one of adashift"):
+        sweep_points("nonsense")
 
 
 def test_run_py_and_a_table_make_the_same_runs(tmp_path):

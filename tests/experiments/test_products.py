@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from experiments import __main__ as cli
-from experiments import figures, looks, runs
+from experiments import looks, make, runs
 from experiments.config import CONF, ROOT, ConfigError, compose
 from experiments.execute import execute
 from experiments.record import hash_metrics
@@ -47,7 +47,7 @@ def test_a_figure_is_made_once(results, capsys, name):
     assert all(stem.with_suffix(s).stat().st_size > 400 for s in (".png", ".pdf", ".csv"))
     before = {p: p.stat().st_mtime_ns for p in results.rglob("*") if p.is_file()}
     ask(results, "figure", name)
-    assert "nothing was recomputed" in capsys.readouterr().out
+    assert "are up to date with" in capsys.readouterr().out
     assert before == {p: p.stat().st_mtime_ns for p in results.rglob("*") if p.is_file()}
 
 
@@ -67,7 +67,7 @@ def test_a_scale_that_was_asked_for_does_not_replace_the_usual_product(results):
     names = {}
     for scale, cpu_scale in product(["paper", "laptop", "smoke"], ["paper", "laptop"]):
         run = Run(config.model_copy(update={"scale": scale, "cpu_scale": cpu_scale}))
-        names[scale, cpu_scale] = cli.place({"a": [run]}, "figures/figure-01").name
+        names[scale, cpu_scale] = make.place({"a": [run]}, "figures/figure-01").name
     assert names["paper", "paper"] == names["laptop", "laptop"] == "figure-01"
     assert names["laptop", "paper"] == "figure-01-laptop"
     assert names["smoke", "paper"] == "figure-01-smoke"
@@ -97,7 +97,7 @@ def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
 
 def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path):
     """The scale stands on the face of the figure, in a colour that nothing else has."""
-    from experiments.figures import draw, up_to_date
+    from experiments.figures import draw
 
     ask(results, "figure", "1")
     with Image.open(results / "figures/figure-01-smoke.png") as image:
@@ -105,10 +105,10 @@ def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path)
     assert any(r > 150 and g < 60 and b < 60 for _, (r, g, b) in corner.getcolors(10**6))
     spec = load_spec("figure", "01")
     groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
-    draw(spec, groups, tmp_path / "again")
-    assert up_to_date(spec, groups, tmp_path / "again")
+    assert draw(spec, groups, tmp_path / "again")
+    assert not draw(spec, groups, tmp_path / "again")
     (tmp_path / "again.pdf").unlink()
-    assert not up_to_date(spec, groups, tmp_path / "again")
+    assert draw(spec, groups, tmp_path / "again")
 
 
 def test_claims_are_judged_and_written(results, capsys):
@@ -129,7 +129,7 @@ def test_claims_are_judged_and_written(results, capsys):
         for line in page.splitlines()
         if re.match(r"\| [TF]\d", line)
     ]
-    assert order == sorted(order, key=cli.natural)
+    assert order == sorted(order, key=make.natural)
 
 
 @pytest.mark.parametrize(
@@ -254,18 +254,27 @@ def test_figures_are_redrawn_without_torch(results):
     assert (results / "figures/figure-01-smoke.png").exists()
 
 
-def test_pictures_are_redrawn_from_their_csv_when_looks_change(results, capsys, monkeypatch):
+def test_a_picture_is_drawn_again_when_its_style_changes(results, capsys, monkeypatch):
     ask(results, "figure", "1")
     picture = results / "figures/figure-01-smoke.png"
     first = picture.read_bytes()
-    monkeypatch.setattr(cli, "specs", lambda kind: specs(kind)[: kind == "figure"])
-    ask(results, "redraw")
-    assert "is up to date" in capsys.readouterr().out and picture.read_bytes() == first
     with monkeypatch.context() as m:
         m.setattr(looks, "color_of", lambda optimizer: "#123456")
-        m.setattr(figures, "styles", lambda: {"adam": "another"})
-        m.setattr(Run, "metrics", lambda run: pytest.fail("a run was read"))
-        ask(results, "redraw")
-    assert "drawn again" in capsys.readouterr().out and picture.read_bytes() != first
-    ask(results, "redraw")
-    assert picture.read_bytes() == first  # the csv holds all that is plotted
+        ask(results, "figure", "1")
+    assert picture.read_bytes() != first
+    ask(results, "figure", "1")
+    assert picture.read_bytes() == first
+
+
+def test_a_changed_claim_is_judged_again(results, capsys, monkeypatch):
+    """The picture is up to date, the verdict is not."""
+    ask(results, "figure", "1")
+    spec = load_spec("figure", "01")
+    other = [{**spec.claims[0], "parts": [{"left": "adam", "relation": "below", "right": -1e9}]}]
+    changed = spec.model_copy(update={"claims": other})
+    capsys.readouterr()
+    with monkeypatch.context() as m:
+        m.setattr(make, "load_spec", lambda kind, name: changed)
+        ask(results, "figure", "1")
+    out = capsys.readouterr().out
+    assert "up to date" in out and "F1a          fails" in out

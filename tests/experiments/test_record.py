@@ -125,7 +125,7 @@ def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
     lines = []
     execute(run, announce=lines.append)
     assert started == (run.info["started"], (run.folder / "run.json").stat().st_mtime_ns)
-    assert "nothing to do" in lines[0]
+    assert "already finished" in lines[0]
     execute(request(tmp_path, "force=true"))
     assert (run.folder / "run.json").stat().st_mtime_ns != started[1]
 

@@ -15,10 +15,10 @@ def test_killed_runs_are_continued_to_the_same_record(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    table = pd.read_csv(tmp_path / "tables/torture.csv")
+    table = pd.read_csv(tmp_path / "benchmarks/torture.csv")
     assert len(table) == QUICK and table["same"].all()
     assert set(table["experiment"]) <= set(PROBLEMS) and set(table["moment"]) <= set(MOMENTS)
-    page = (tmp_path / "tables/torture.md").read_text()
+    page = (tmp_path / "benchmarks/torture.md").read_text()
     assert "found torn and passed over: 0" in page and "A few kills, for the tests" in page
 
 

@@ -1,0 +1,114 @@
+"""Published records: every bit comes back, and a file that is not whole is refused in one line."""
+
+import hashlib
+import json
+import lzma
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments import archive
+from experiments.archive import Published, RecordsError
+
+BITS = np.random.default_rng(0).integers(0, 2**63, 2000).view(float)
+VALUES = [
+    0.1,
+    1 / 3,
+    -1e-300,
+    5e-324,
+    np.inf,
+    -0.0,
+    float(np.float32(0.7)),
+    *BITS[np.isfinite(BITS)],
+]
+
+
+@pytest.fixture
+def runs():
+    steps = range(1, len(VALUES) + 1)
+    first = pd.DataFrame({"step": steps, "loss": VALUES, "theta": VALUES[::-1]})
+    second = pd.DataFrame({"step": [1, 2], "loss": [1.0, np.nan], "other": [np.nan, 3.0]})
+    return {
+        "adam-12345678/seed=0": Published({"status": "finished", "config": {"a": "β # 1"}}, first),
+        "sgd-12345678/seed=1": Published({"status": "diverged"}, second),
+    }
+
+
+def test_every_bit_comes_back(tmp_path, runs):
+    archive.save(tmp_path, "valley", runs)
+    found = archive.load(tmp_path, "valley")
+    assert list(found) == list(runs) and archive.experiments(tmp_path) == ["valley"]
+    for name, run in runs.items():
+        pd.testing.assert_frame_equal(found[name].metrics, run.metrics, check_exact=True)
+        assert found[name].info == run.info | {"run": name} and found[name].status == run.status
+    assert np.signbit(found["adam-12345678/seed=0"].metrics["loss"][5])
+
+
+def test_any_tool_can_read_it(tmp_path, runs):
+    archive.save(tmp_path, "valley", runs)
+    table = pd.read_csv(tmp_path / "records/valley.csv.xz", comment="#")
+    assert (
+        list(table.columns) == ["run", "step", "loss", "other", "theta"]
+        and len(table) == len(VALUES) + 2
+    )
+
+
+def test_the_same_records_leave_the_file_alone(tmp_path, runs):
+    archive.save(tmp_path, "valley", runs)
+    path = archive.path_of(tmp_path, "valley")
+    before = path.stat().st_mtime_ns, path.read_bytes()
+    archive.save(tmp_path, "valley", dict(archive.load(tmp_path, "valley")))
+    assert before == (path.stat().st_mtime_ns, path.read_bytes())
+
+
+def test_nothing_is_published_of_an_experiment_without_a_file(tmp_path):
+    assert archive.load(tmp_path, "valley") == {} and archive.experiments(tmp_path) == []
+
+
+def text(path):
+    return lzma.decompress(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.read_bytes()[:-40], "truncated or not an xz file"),
+        (lambda path: path.read_bytes()[:10], "truncated or not an xz file"),
+        (lambda path: b"", "truncated or not an xz file"),
+        (lambda path: b"step,loss\n1,2\n", "truncated or not an xz file"),
+        (lambda path: lzma.compress(b"step,loss\n1,2\n"), "is not a records file"),
+        (lambda path: lzma.compress(text(path).replace(b"0.1", b"0.2", 1)), "checksum mismatch"),
+        (lambda path: lzma.compress(text(path)[:-5]), "checksum mismatch"),
+        (lambda path: lzma.compress(text(path).replace(b"sha256 ", b"sha256 0")), "checksum"),
+    ],
+)
+def test_a_file_that_is_cut_altered_or_foreign_is_one_line_with_its_name(
+    tmp_path, runs, spoil, message
+):
+    archive.save(tmp_path, "valley", runs)
+    path = archive.path_of(tmp_path, "valley")
+    path.write_bytes(spoil(path))
+    with pytest.raises(RecordsError, match=message) as error:
+        archive.read.__wrapped__(path, 0)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_with_a_right_checksum_and_no_records_is_refused(tmp_path):
+    """Somebody's own format, or a later one."""
+    rest = b'# {"run": "adam-1/seed=0"}\nrun,step\nother-1/seed=0,1\n'
+    for body in (rest, b"# {\n", b"", json.dumps([1]).encode()):
+        checksum = f"# sha256 {hashlib.sha256(body).hexdigest()}\n"
+        path = tmp_path / "records/valley.csv.xz"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(lzma.compress(f"{archive.FORMAT}\n{checksum}".encode() + body))
+        with pytest.raises(RecordsError, match=r"valley\.csv\.xz"):
+            archive.read.__wrapped__(path, 0)
+
+
+def test_a_small_file_cannot_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "LARGEST", 1000)
+    path = tmp_path / "bomb.csv.xz"
+    path.write_bytes(lzma.compress(bytes(10_000)))
+    with pytest.raises(RecordsError, match="more than 1,000 bytes"):
+        archive.unpack(path)
