@@ -155,14 +155,6 @@ def test_one_seed_is_no_evidence_unless_it_settles_the_matter():
     assert judge_spec(random, {"a": group(-1, -1.1)}, {})[0]["verdict"] == "holds"
 
 
-def test_the_same_numbers_from_another_commit_change_nothing():
-    (first,) = judge_spec(spec(), {"a": group(-1)}, {})
-    later = group(-1)
-    later[0].info["commit"] = "def"
-    assert judge_spec(spec(), {"a": later}, {"F1": first}) == [first]
-    assert judge_spec(spec(), {"a": later}, {})[0]["commit"] == "def"
-
-
 def spec(text="so it is"):
     about = {"id": "F1", "place": "here", "text": text, "metric": "x"}
     return Spec(
@@ -174,11 +166,13 @@ def spec(text="so it is"):
     )
 
 
-def test_a_verdict_stands_where_the_runs_are_not_and_falls_when_the_claim_changes():
+def test_a_verdict_without_records_stands_until_the_claim_or_its_runs_change():
     there, away = {"a": group(-1)}, {"a": [FakeRun(-1, done=False)]}
     (judged,) = judge_spec(spec(), there, {})
-    known = {"F1": judged}
-    assert judge_spec(spec(), away, known) == [judged]
+    assert judge_spec(spec(), away, {"F1": judged})[0]["verdict"] == "not run", "it had records"
+    known = {"F1": judged | {"records": "no"}}
+    assert judge_spec(spec(), away, known) == [known["F1"]]
+    assert judge_spec(spec(), there, known) == [judged]
     (changed,) = judge_spec(spec("it is otherwise"), away, known)
     assert changed["verdict"] == "not run" and changed["numbers"] == ""
     other = {"a": [FakeRun(-2, done=False)]}

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from experiments import index, runs
-from experiments.__main__ import keep_index
 from experiments.config import compose
 from experiments.execute import execute
+from experiments.make import keep_index
 from experiments.runs import Run
 
 PAIR = ["experiment=counterexample_stochastic", "scale=smoke", "tracking=off"]
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 def test_a_row_says_what_the_record_says(run, file):
     execute(run)
-    index.update(file, "figure-01", [run], is_made=True)
+    index.update(file, "figure-01", [run])
     (row,) = index.read(file).values()
     assert tuple(row) == index.COLUMNS
     assert row["run"] == f"counterexample_stochastic/adam-{run.config.digest()}/seed=0"
@@ -37,50 +37,51 @@ def test_a_row_says_what_the_record_says(run, file):
     assert f"theta={end:.5g}" in row["metrics"] and run.info["commit"].startswith(
         row["commit"][:12]
     )
-    assert "torch 2" in row["versions"] and row["command"] == run.command()
+    assert (
+        "torch 2" in row["versions"] and row["records"] == "yes" and row["command"] == run.command()
+    )
 
 
 def test_a_run_made_elsewhere_stands(run, file, tmp_path):
     execute(run)
-    index.update(file, "figure-01", [run], is_made=True)
+    index.update(file, "figure-01", [run])
     here = index.read(file)
     away = Run(run.config.model_copy(update={"results": tmp_path / "other"}))
     assert not away.done
-    index.update(file, "figure-01", [away], is_made=True)
+    index.update(file, "figure-01", [away])
     assert index.read(file) == here
-    index.update(file, "table-01", [away], is_made=False)
+    index.update(file, "table-01", [away])
     assert index.read(file)[index.name_of(run)]["serves"] == "figure-01 table-01"
 
 
-def test_what_is_not_trained_has_no_row_unless_its_product_is_there(run, file):
-    index.update(file, "figure-01", [run], is_made=False)
+def test_what_is_not_trained_has_no_row(run, file):
+    index.update(file, "figure-01", [run])
     assert not file.exists()
-    index.update(file, "figure-01", [run], is_made=True)
-    (row,) = index.read(file).values()
-    assert row["status"] == index.ELSEWHERE and row["seconds"] == "" and row["command"]
     execute(run)
-    index.update(file, "figure-01", [run], is_made=True)
+    index.update(file, "figure-01", [run, run.with_seed(1)])
     assert [row["status"] for row in index.read(file).values()] == ["finished"]
 
 
 def test_a_run_that_no_product_names_any_more_is_dropped(run, file, tmp_path, monkeypatch):
     other = run.with_seed(1)
-    index.update(file, "figure-01", [run, other], is_made=True)
-    index.update(file, "table-01", [other], is_made=True)
-    index.update(file, "figure-01", [run], is_made=True)
+    execute(run), execute(other)
+    index.update(file, "figure-01", [run, other])
+    index.update(file, "table-01", [other])
+    index.update(file, "figure-01", [run])
     serves = {row["seed"]: row["serves"] for row in index.read(file).values()}
     assert serves == {"0": "figure-01", "1": "table-01"}
     (tmp_path / "conf/figure").mkdir(parents=True)
     (tmp_path / "conf/figure/01.yaml").touch()
     monkeypatch.setattr(runs, "CONF", tmp_path / "conf")  # there is no table 1 in it
-    index.update(file, "figure-01", [run], is_made=True)
+    index.update(file, "figure-01", [run])
     assert [row["seed"] for row in index.read(file).values()] == ["0"]
 
 
 def test_nothing_new_leaves_the_file_alone(run, file):
-    index.update(file, "figure-01", [run], is_made=True)
+    execute(run)
+    index.update(file, "figure-01", [run])
     before = file.stat().st_mtime_ns
-    index.update(file, "figure-01", [run], is_made=True)
+    index.update(file, "figure-01", [run])
     assert file.stat().st_mtime_ns == before
 
 
@@ -93,7 +94,7 @@ def test_products_that_are_made_at_once_keep_each_others_rows(tmp_path, monkeypa
     read = index.read
     monkeypatch.setattr(index, "read", lambda path: (read(path), time.sleep(0.3))[0])
     jobs = [
-        threading.Thread(target=keep_index, args=("figure", number, {"a": part}))
+        threading.Thread(target=keep_index, args=(f"figure-{number}", {"a": part}))
         for number, part in zip(("01", "02"), runs.values(), strict=True)
     ]
     for job in jobs:

@@ -1,0 +1,61 @@
+"""The commands of the README in order, at smoke scale: all pass, and git sees no change."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = [
+    "make figure-1 SCALE=smoke",
+    "make figure-8 SCALE=smoke",
+    "make table-5 SCALE=smoke",
+    "python run.py experiment=counterexample_stochastic optimizer=adashift scale=smoke",
+    "python run.py -m experiment=mnist_lr optimizer=adam,sgd scale=smoke",
+    "make figure-1 RECORDS=published",
+    "make claims SCALE=smoke",
+    "make report SCALE=smoke",
+    "make report RECORDS=published",
+    "make status FIGURE=1",
+    "make test TESTS=tests/test_docs.py ARGS='-n0 -k \"links or published or gallery\"'",
+]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The project as it would be committed, with an environment that looks installed."""
+    folder, bin_folder = tmp_path / "clone", tmp_path / "venv/bin"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (bin_folder / "python").chmod(0o755)
+    stamp = tmp_path / "venv/.installed"
+    stamp.touch()
+    os.utime(stamp, (2**32, 2**32))
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def test_the_commands_of_the_readme_leave_nothing_in_the_tree(clone, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    environment |= {"VENV": str(tmp_path / "venv"), "PYTEST_ADDOPTS": ""}
+    environment["PATH"] = f"{tmp_path / 'venv/bin'}{os.pathsep}{environment['PATH']}"
+    for command in COMMANDS:
+        out = subprocess.run(
+            command, shell=True, cwd=clone, env=environment, capture_output=True, text=True
+        )
+        assert out.returncode == 0, f"{command}\n{out.stdout}\n{out.stderr}"
+        assert "Warning" not in out.stderr, f"{command}\n{out.stderr}"
+    state = ["git", "status", "--porcelain"]
+    left = subprocess.run(state, cwd=clone, capture_output=True, text=True).stdout
+    assert left == ""
