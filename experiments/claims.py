@@ -71,6 +71,7 @@ def claims_of(spec: Spec) -> list[Claim]:
         return [Claim.model_validate(raw) for raw in spec.claims]
 
 
+@np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
 def judge_part(claim: Claim, part: Part, groups: Groups) -> Outcome:
     metric, statistic = part.metric or claim.metric, part.statistic or claim.statistic
     left = side(part.left, groups, metric, statistic)

@@ -191,6 +191,7 @@ def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
     return [(step, [float(v) for v in str(text).split()]) for step, text in ended.items()]
 
 
+@np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
 def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
     """What is drawn of one curve: a row for each step."""
     raw = np.log10(group.table(metric)) if orders else group.table(metric)

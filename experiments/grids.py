@@ -95,6 +95,7 @@ def judge_grid(searches: Mapping[str, Sequence[str]], rule: Rule, groups: Groups
     return table[["optimizer", *table.columns.drop("optimizer")]]
 
 
+@np.errstate(invalid="ignore")  # a run that diverged
 def judge_search(points: Sequence[Sequence[Run]], rule: Rule) -> pd.DataFrame:
     """A row for every setting of one optimizer; the first is the paper's."""
     unique = {runs[0].config.digest(): runs for runs in reversed(points)}

@@ -311,6 +311,7 @@ def processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
+@cache
 def versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -330,6 +331,8 @@ class Mirror:
 
     @classmethod
     def of_run(cls, config: Config, folder: Path, tags: Sequence[str]) -> Mirror:
+        if config.scale == "smoke" and config.tracking.mode == "auto":
+            return cls(None)  # W&B would take longer than the run, which shows nothing
         private = {"results", "published", "records", "tracking", "force"}
         plain = config.model_dump(mode="json", exclude=private)
         return cls.start(

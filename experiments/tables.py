@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
@@ -78,6 +79,7 @@ def lines_of(row: Row, groups: Groups) -> Iterator[dict[str, object]]:
             yield label | ours(number, str(item), groups) | {"paper": paper}
 
 
+@np.errstate(invalid="ignore")  # a run that diverged
 def ours(number: Number, item: str, groups: Groups) -> dict[str, object]:
     if number.run not in groups:
         raise ConfigError(f"a row of the table shows {number.run!r}, which no run is named")

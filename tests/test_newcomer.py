@@ -37,9 +37,7 @@ def clone(tmp_path):
     bin_folder.mkdir(parents=True)
     (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (bin_folder / "python").chmod(0o755)
-    stamp = tmp_path / "venv/.installed"
-    stamp.touch()
-    os.utime(stamp, (2**32, 2**32))
+    (tmp_path / "venv/.installed").touch()  # newer than the files of which it is made
     who = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
     for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "all"]):
         subprocess.run(["git", *words], cwd=folder, check=True)
