@@ -25,7 +25,7 @@ from experiments.config import Config, ConfigError, build, last_line
 from experiments.loop import train
 from experiments.parallel import is_first, size
 from experiments.progress import progress
-from experiments.record import KILLED, Record, locked
+from experiments.record import KILLED, Record, is_tracked, locked
 from experiments.runs import Run, figures_using
 from experiments.stopping import ASKED, answered_at_once, end_with_parent
 from experiments.task import Task
@@ -101,7 +101,7 @@ def execute_on(
 
 def tags_of(run: Run) -> list[str]:
     """For W&B alone, since it takes most of a second to find them."""
-    return [] if run.config.tracking.mode == "off" else figures_using(run)
+    return figures_using(run) if is_tracked(run.config) else []
 
 
 def follow(device: torch.device, config: Config, members: Team) -> str:

@@ -77,7 +77,7 @@ def write_figure(name: str, spec: Spec, groups: Groups) -> str:
     count = len(all_runs(groups))
     if not draw(spec, groups, stem):
         return f"{stem}.png, .pdf and .csv are up to date with {count} runs"
-    publish_figure(config.tracking, config.results, name, stem.with_suffix(".png"))
+    publish_figure(config, name, stem.with_suffix(".png"))
     return f"{stem}.png, .pdf and .csv drawn from {count} runs"
 
 

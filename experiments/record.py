@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -220,7 +220,12 @@ def read_metrics(folder: Path) -> pd.DataFrame:
             f"{folder / METRICS} is altered or cut short: delete it, and the same command "
             "trains the run again"
         )
-    long = pd.read_csv(folder / METRICS)
+    return read_table(folder / METRICS, (folder / METRICS).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=512)  # a figure and each of its claims ask for the same
+def read_table(path: Path, changed: int) -> pd.DataFrame:
+    long = pd.read_csv(path)
     wide = long.pivot(index="step", columns="metric", values="value")
     return wide.reset_index().rename_axis(columns=None)
 
@@ -331,8 +336,8 @@ class Mirror:
 
     @classmethod
     def of_run(cls, config: Config, folder: Path, tags: Sequence[str]) -> Mirror:
-        if config.scale == "smoke" and config.tracking.mode == "auto":
-            return cls(None)  # W&B would take longer than the run, which shows nothing
+        if not is_tracked(config):
+            return cls(None)
         private = {"results", "published", "records", "tracking", "force"}
         plain = config.model_dump(mode="json", exclude=private)
         return cls.start(
@@ -405,6 +410,11 @@ class Mirror:
             self.run.finish(exit_code=int(failed))
 
 
+def is_tracked(config: Config) -> bool:
+    """A smoke run is not, unless it is asked for: W&B would take longer than the run."""
+    return config.tracking.mode not in ("off", *["auto"] * (config.scale == "smoke"))
+
+
 def decide_mode(wanted: str) -> Any:
     """What W&B calls the mode: `auto` is online for somebody who is logged in, else offline."""
     if wanted != "auto":
@@ -444,10 +454,12 @@ def account(tracking: Tracking) -> str:
     return tracking.entity or str(wandb.Api().default_entity)
 
 
-def publish_figure(tracking: Tracking, results: Path, name: str, image: Path) -> None:
+def publish_figure(config: Config, name: str, image: Path) -> None:
     """Send a finished figure to W&B as an image."""
+    if not is_tracked(config):
+        return
     mirror = Mirror.start(
-        tracking, results, group="figures", job_type="figure", name=name, tags=[name]
+        config.tracking, config.results, group="figures", job_type="figure", name=name, tags=[name]
     )
     mirror.log_image(name, image)
     mirror.finish()

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,7 +42,7 @@ class Run:
 
     config: Config
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         c = self.config
         return (

@@ -225,7 +225,7 @@ def test_the_help_lists_the_choices():
 
 def test_run_py_sweeps(tmp_path):
     out = command(
-        "run.py", "-m", f"results={tmp_path}", "scale=smoke",
+        "run.py", "-m", f"results={tmp_path}", "scale=smoke", "tracking=offline",
         "optimizer=adam,amsgrad,adashift", "seed=range(0,4)",
     )  # fmt: skip
     assert out.returncode == 0, out.stderr

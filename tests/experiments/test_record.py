@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import record as records
-from experiments.config import ConfigError, Tracking, compose
+from experiments.config import ConfigError, compose
 from experiments.execute import execute
 from experiments.record import Record, decide_mode, logged_in, read_info, read_metrics
 from experiments.runs import Run
@@ -203,8 +203,8 @@ def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
     from PIL import Image
 
     Image.new("RGB", (8, 8)).save(tmp_path / "figure.png")
-    tracking = Tracking(mode="offline", project="adashift", entity=None)
-    records.publish_figure(tracking, tmp_path, "figure-01", tmp_path / "figure.png")
+    config = compose(["tracking=offline", f"results={tmp_path}"])
+    records.publish_figure(config, "figure-01", tmp_path / "figure.png")
     rows = [plain(m.history.item) for m in finished_wandb(tmp_path) if m.HasField("history")]
     assert rows[0]["figure-01/_type"] == "image-file" and rows[0]["figure-01/width"] == 8
 
