@@ -41,12 +41,14 @@ def compare(run: Run) -> Agreement | None:
     if twin is None or run.source is twin or not run.done:
         return None
     if run.status != twin.status:
-        return Agreement(run, DIFFERENT, f"it {run.status}, the published one {twin.status}")
+        detail = f"it {run.status}, the published one {twin.status}"
+        return Agreement(run, DIFFERENT, detail, math.inf)
     mine, theirs = (table.set_index("step") for table in (run.metrics(), twin.metrics))
     if mine.index.tolist() != theirs.index.tolist():
-        ends = f"{len(mine)} records up to step {mine.index[-1]:,}"
-        published = f"{len(theirs)} up to step {theirs.index[-1]:,}"
-        return Agreement(run, DIFFERENT, f"{ends}, the published one has {published}")
+        ends = [
+            f"{len(table)} records up to step {table.index.max():,}" for table in (mine, theirs)
+        ]
+        return Agreement(run, DIFFERENT, f"{ends[0]}, the published one has {ends[1]}", math.inf)
     seeds = archive.seeds_of(run.published_runs, run.setting)
     curves = [seed.metrics.set_index("step") for seed in seeds]
     return Agreement(run, *compare_metrics(mine, theirs, curves))
@@ -56,6 +58,7 @@ def compare_metrics(
     mine: pd.DataFrame, theirs: pd.DataFrame, seeds: Sequence[pd.DataFrame]
 ) -> tuple[str, str, float]:
     """Kind, detail and relative gap; `seeds` are all published runs of the setting."""
+    mine, theirs = (table.dropna(axis=1, how="all") for table in (mine, theirs))
     names = sorted(mine.columns)
     if names != sorted(theirs.columns):
         alone = ", ".join(sorted({*mine.columns} ^ {*theirs.columns}))
@@ -119,5 +122,6 @@ def summary(runs: Sequence[Run]) -> str:
             name = f"{worst.run.name}: " if kind in (SPREAD, DIFFERENT) else ""
             detail = f" ({name}{worst.detail})" if worst.detail else ""
             parts.append(f"{len(members)} {kind}{detail}")
-    new = f"; {len(runs) - len(found)} not published" if len(runs) > len(found) else ""
+    unknown = sum(run.twin is None for run in runs)
+    new = f"; {unknown} not published" if unknown else ""
     return f"compared with the published runs: {', '.join(parts)}{new}"

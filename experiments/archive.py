@@ -78,7 +78,10 @@ def parse(text: bytes) -> Runs:
     rows = io.BytesIO(b"\n".join(lines[count:]))
     table = pd.read_csv(rows)
     parts = dict(list(table.groupby("run", sort=False)))
-    return {info["run"]: Published(info, own_columns(parts[info["run"]])) for info in infos}
+    if unknown := parts.keys() - {info["run"] for info in infos}:
+        raise ValueError(f"{min(unknown)} has rows and no description")
+    none = table.iloc[:0]  # a run that diverged before its first record
+    return {i["run"]: Published(i, own_columns(parts.get(i["run"], none))) for i in infos}
 
 
 def unpack(path: Path) -> bytes:
@@ -96,7 +99,8 @@ def unpack(path: Path) -> bytes:
 
 def own_columns(part: pd.DataFrame) -> pd.DataFrame:
     """Of one run, without the metrics that only other runs have."""
-    table = part.drop(columns="run").dropna(axis=1, how="all").reset_index(drop=True)
+    table = part.drop(columns="run").reset_index(drop=True)
+    table = table[["step", *table.columns[table.notna().any()].drop("step", "ignore")]]
     return table.astype({name: float for name in table.columns if name != "step"})
 
 
@@ -110,7 +114,8 @@ def save(published: Path, experiment: str, runs: Runs) -> None:
 def text_of(runs: Runs) -> bytes:
     names = sorted(runs)
     infos = [json.dumps({**runs[n].info, "run": n}, ensure_ascii=False) for n in names]
-    table = pd.concat([runs[n].metrics.assign(run=n) for n in names])
+    table = pd.concat([runs[n].metrics for n in names], keys=names, names=["run", None])
+    table = table.reset_index("run")
     metrics = sorted(table.columns.drop(["run", "step"]))
     rows = table[["run", "step", *metrics]].to_csv(index=False, lineterminator="\n")
     rest = "".join(f"# {info}\n" for info in infos).encode() + rows.encode()

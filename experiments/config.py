@@ -76,6 +76,10 @@ class ConfigError(Exception):
     """A request that cannot be run. The message is one line: the key, what is wrong, the cure."""
 
 
+class NotPublishedError(ConfigError):
+    """A product whose runs are not all published, where only published ones may be used."""
+
+
 class Tracking(BaseModel):
     """Where W&B keeps its copy of the record."""
 
@@ -134,10 +138,12 @@ def canonical(node: Any) -> Any:
         if "_target_" not in node:
             return settings
         name = str(node["_target_"]).rpartition(".")[2]
-        return {"_target_": name, "_version_": float(node.get("_version_", 1)), **settings}
+        version = canonical(node.get("_version_", 1))
+        return {"_target_": name, "_version_": version, **settings}
     if isinstance(node, list):
         return [canonical(value) for value in node]
-    return float(node) if isinstance(node, int) and not isinstance(node, bool) else node
+    exact = isinstance(node, int) and not isinstance(node, bool) and abs(node) < 2**53
+    return float(node) if exact else node
 
 
 def has_gpu() -> bool:

@@ -52,7 +52,8 @@ def execute(
             remove_left_over(run)
         return run.status
     if config.records == "published":
-        raise ConfigError(f"{run.name} is not published: use records=own to train it")
+        state = "published, and force=true trains" if run.done else "not published"
+        raise ConfigError(f"{run.name} is {state}: use records=own to train it")
     with device_for(config.device) as device, team(device) as members:
         if not is_first():
             return follow(device, config, members)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import agreement, index
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
-from experiments.config import Config, ConfigError
+from experiments.config import Config, ConfigError, NotPublishedError
 from experiments.record import locked, publish_figure
 from experiments.runs import Groups, Spec, all_runs, everything, load_spec
 
@@ -53,7 +53,7 @@ def train_missing(groups: Groups, title: str) -> None:
     missing = [run for run in runs if not run.done]
     if config_of(groups).records == "published":
         if missing:
-            raise ConfigError(
+            raise NotPublishedError(
                 f"{title}: {len(missing)} of {len(runs)} runs are not published, for example "
                 f"{missing[0].name}; use records=all to train them, or records=own to train all"
             )

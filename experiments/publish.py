@@ -19,23 +19,28 @@ from experiments.make import groups_of, judge, keep_index, write
 from experiments.report import load_products, overview
 from experiments.runs import Run, all_runs, everything, given, load_spec
 
-SCALES = ("paper", "auto")  # auto: what an experiment has on a CPU
+SCALES = ("paper", "auto")  # auto: of published runs, what an experiment has on a CPU
 
 
 def publish(overrides: Sequence[str]) -> Iterator[str]:
     """Merge own runs into the published records and write all products again; yield what to say."""
     config = compose([*overrides, "records=own"])
-    if "dirty" in (record.commit() or "dirty"):
-        raise ConfigError("the checkout has changes that are not committed: commit them first")
+    commit = record.commit()
+    if commit is None or "dirty" in commit:
+        known = "has uncommitted changes: commit them" if commit else "is unknown to git: clone it"
+        raise ConfigError(f"the code {known} before you publish")
     new = config.published.with_name(f".{config.published.name}-new")
     with record.locked(config.published.with_name(f".{config.published.name}-lock"), print):
-        shutil.rmtree(new, ignore_errors=True)  # of a publication that was killed
+        if not config.published.exists() and aside(config.published).exists():
+            aside(config.published).rename(config.published)  # killed between two renames
+        for left in (new, aside(config.published)):
+            shutil.rmtree(left, ignore_errors=True)  # of a publication that was killed
         if config.published.exists():
             shutil.copytree(config.published, new)
         yield from merge(config, new)
         remove_strangers(new)
         complete = sum(list(rewrite(new)))
-        products = load_products(new)
+        products = load_products((new, ""))
         record.write_text(new / "README.md", overview(products))
         shutil.rmtree(new / "runs")  # the lock of runs.csv and claims.csv
         exchange(new, config.published)
@@ -49,17 +54,21 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
 def merge(config: Config, new: Path) -> Iterator[str]:
     """Add own runs to the records; drop those that no product asks for any more."""
     asked = requested(config)
-    refuse_unknown_code(asked.values())
     added = dropped = 0
     trained = {run.config.experiment for run in asked.values()}
     for experiment in sorted({*archive.experiments(new), *trained}):
         before = dict(archive.load(new, experiment))
         after = {name: run for name, run in before.items() if f"{experiment}/{name}" in asked}
-        for run in asked.values():
-            is_here = run.config.experiment == experiment and run.done
-            if is_here and (run.entry not in after or config.force):
-                after[run.entry] = Published(public(run), run.metrics())
-        added += len(after.keys() - before.keys())
+        new_runs = [
+            run
+            for run in asked.values()
+            if run.config.experiment == experiment
+            and (run.entry not in after or config.force)
+            and run.done
+        ]
+        refuse_unknown_code(new_runs)
+        after |= {run.entry: Published(public(run), run.metrics()) for run in new_runs}
+        added += len(new_runs)
         dropped += len(before.keys() - after.keys())
         if after:
             archive.save(new, experiment, after)
@@ -70,9 +79,9 @@ def merge(config: Config, new: Path) -> Iterator[str]:
 
 def requested(config: Config) -> dict[str, Run]:
     """Every run that a product asks for, by name."""
-    words = folders(config.results, config.published)
+    words = [*folders(config.results, config.published), "records=published"]
     runs = [
-        run
+        Run(run.config.model_copy(update={"records": "own"}))
         for kind, name in everything()
         for scale in SCALES
         for run in all_runs(load_spec(kind, name).expand([*words, f"scale={scale}"]))
@@ -86,7 +95,7 @@ def folders(results: Path, published: Path) -> list[str]:
 
 def refuse_unknown_code(runs: Iterable[Run]) -> None:
     """Numbers that no commit can produce again are not published."""
-    unknown = [run for run in runs if run.done and "dirty" in (run.info.get("commit") or "dirty")]
+    unknown = [run for run in runs if "dirty" in (run.info.get("commit") or "dirty")]
     if unknown:
         raise ConfigError(
             f"{len(unknown)} runs were trained with uncommitted changes, for example "
@@ -95,8 +104,10 @@ def refuse_unknown_code(runs: Iterable[Run]) -> None:
 
 
 def public(run: Run) -> dict[str, object]:
-    """run.json without what belongs to its file."""
-    return {key: value for key, value in run.info.items() if key != "sha256"}
+    """run.json without the checksum of its metrics.csv, and without a W&B account."""
+    info = {key: value for key, value in run.info.items() if key != "sha256"}
+    settings = {key: value for key, value in info["config"].items() if key != "tracking"}
+    return info | {"config": settings}
 
 
 # -- products ----------------------------------------------------------------------------------
@@ -141,7 +152,10 @@ def exchange(new: Path, old: Path) -> None:
             return
     except AttributeError:  # not Linux
         pass
-    aside = old.with_name(f".{old.name}-old")
-    old.rename(aside)
+    old.rename(aside(old))
     new.rename(old)
-    aside.rename(new)
+    aside(old).rename(new)
+
+
+def aside(published: Path) -> Path:
+    return published.with_name(f".{published.name}-old")

@@ -44,14 +44,14 @@ def test_the_readme_names_every_optimizer_and_only_targets_that_exist():
 
 def test_the_gallery_tells_the_verdicts_of_the_results():
     text = (ROOT / "README.md").read_text()
-    verdicts = {p.label: p.verdict for p in load_products(ROOT / "results/published")}
+    verdicts = {p.label: p.verdict for p in load_products((ROOT / "results/published", ""))}
     shown = re.findall(r"!\[\]\(\S+\) \[(Figure \d+)\]\(\S+\): ([^.]+)\.", text)
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
 
 
 def test_the_readme_has_the_published_numbers_of_claims():
     text = (ROOT / "README.md").read_text()
-    products = load_products(ROOT / "results/published")
+    products = load_products((ROOT / "results/published", ""))
     claims = [row for product in products for row in product.claims]
     assert f"**{len(claims)} claims: {tally(claims)}.**" in text
 

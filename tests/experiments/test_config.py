@@ -198,8 +198,12 @@ def test_another_version_is_another_run_and_no_argument():
     assert second.digest() != compose([*PAIR, "+optimizer._version_=2"]).digest()
     build(second.task, "task", seed=0, device=torch.device("cpu"))
     assert "_version_" not in build(second.optimizer, "optimizer").keywords
-    with pytest.raises(ConfigError, match=r"optimizer\._version_=0"):
-        build(compose([*PAIR, "+optimizer._version_=0"]).optimizer, "optimizer")
+    for wrong in ("0", "abc", "null"):
+        config = compose([*PAIR, f"+optimizer._version_={wrong}"])
+        assert config.digest() != compose(PAIR).digest()
+        with pytest.raises(ConfigError, match=rf"optimizer\._version_={wrong}"):
+            build(config.optimizer, "optimizer")
+    assert compose([*PAIR, f"steps={10**400}"]).digest()
 
 
 def test_a_name_that_identifies_a_run_is_that_of_one_thing_in_one_version():

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments import archive, publish, record, runs
+from experiments.agreement import compare
 from experiments.archive import Published
 from experiments.config import ROOT, ConfigError, compose
 from experiments.runs import Run, all_runs, load_spec
@@ -181,7 +182,7 @@ def test_runs_of_code_that_no_commit_has_are_refused(lab, monkeypatch, commit):
     with monkeypatch.context() as m:
         m.setattr(record, "commit", lambda: commit)
         lab("claims")  # trains the runs of the claims
-        with pytest.raises(ConfigError, match="not committed"):
+        with pytest.raises(ConfigError, match="before you publish"):
             lab("publish")
     with pytest.raises(ConfigError, match="2 runs were trained with uncommitted changes"):
         lab("publish")
@@ -367,3 +368,82 @@ def test_time_is_not_wasted_on_an_archive_that_nobody_needs(lab, monkeypatch):
     monkeypatch.setattr(archive, "read", lambda *_: pytest.fail("the archive was read"))
     assert all(run.done for run in lab.runs()) and time.monotonic() - start < 5
     assert Run(compose([*lab.words])).status == "missing"
+
+
+# -- what a review found -----------------------------------------------------------------------
+
+
+def test_a_publication_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monkeypatch):
+    path = tmp_path / "conf/figure/01.yaml"
+    path.write_text(FIGURE.replace("task.warm_up=10", "task.warm_up=10, cpu_scale=laptop"))
+    lab("figure", "1", "scale=laptop")
+    lab("publish")
+    first = contents(lab.published)
+    runs.cached_config.cache_clear()
+    monkeypatch.setattr("experiments.config.has_gpu", lambda: True)
+    assert "0 runs added to the records, 0 that" in lab("publish")
+    assert contents(lab.published) == first
+    runs.cached_config.cache_clear()
+
+
+def test_a_published_run_that_is_used_is_not_called_unpublished(lab):
+    lab("figure", "1")
+    lab("publish")
+    for run in lab.runs()[1:]:
+        (run.folder / "run.json").unlink()
+    out = lab("figure", "1", "records=all")
+    assert "compared with the published runs: 1 identical\n" in out
+
+
+def test_a_run_with_nan_throughout_or_without_rows_is_identical_with_itself(lab):
+    lab("figure", "1")
+    spoilt, empty = lab.runs()[:2]
+    for run, rows in ((spoilt, "40,theta,nan\n40,v,1.0\n"), (empty, "")):
+        (run.folder / "metrics.csv").write_text("step,metric,value\n" + rows)
+        info = json.loads((run.folder / "run.json").read_text())
+        info |= {"status": "diverged", "sha256": record.hash_metrics(run.folder)}
+        (run.folder / "run.json").write_text(json.dumps(info))
+    found = {run.entry: Published(publish.public(run), run.metrics()) for run in lab.runs()}
+    archive.save(lab.published, "counterexample_stochastic", found)
+    assert [str(compare(run)) for run in lab.runs()] == ["identical"] * 6
+
+
+def test_all_figures_are_drawn_that_are_published(lab, tmp_path):
+    lab("figure", "1")
+    lab("publish")
+    other = FIGURE.replace("F1a", "F2a").replace("steps=400", "steps=800")
+    (tmp_path / "conf/figure/02.yaml").write_text(other)
+    out = lab("figure", "all", "records=published")
+    assert "figure-01-published.png" in out
+    assert "skipped figure 02: 6 of 6 runs are not published" in out
+
+
+def test_an_own_run_of_unknown_code_that_is_published_already_is_no_obstacle(lab):
+    lab("figure", "1")
+    lab("publish")
+    run = lab.runs()[0]
+    info = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps(info | {"commit": "abc-dirty"}))
+    assert "0 runs added" in lab("publish")
+    with pytest.raises(ConfigError, match="uncommitted changes"):
+        lab("publish", "force=true")
+
+
+def test_a_publication_that_was_killed_between_two_renames_is_mended(lab):
+    lab("figure", "1")
+    lab("publish")
+    first = contents(lab.published)
+    lab.published.rename(publish.aside(lab.published))
+    lab("publish")
+    assert contents(lab.published) == first and not publish.aside(lab.published).exists()
+
+
+def test_a_report_of_all_records_has_what_they_made(lab):
+    lab("figure", "1")
+    lab("publish")
+    for run in lab.runs():
+        (run.folder / "run.json").unlink()
+    (lab.results / "figures/figure-01.png").unlink()
+    lab("figure", "1", "records=all")
+    lab("report", "records=all")
+    assert "data:image/webp" in (lab.results / "report-all.html").read_text()

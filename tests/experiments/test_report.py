@@ -35,13 +35,13 @@ PUBLISHED = ROOT / "results/published"
 def results(tmp_path_factory):
     """A folder with the page of the published results."""
     folder = tmp_path_factory.mktemp("results")
-    write_report([PUBLISHED], folder / "report.html")
+    write_report([(PUBLISHED, "")], folder / "report.html")
     return folder
 
 
 def test_the_index_of_results_has_every_figure_and_table():
     text = (PUBLISHED / "README.md").read_text()
-    for product in load_products(PUBLISHED):
+    for product in load_products((PUBLISHED, "")):
         (line,) = [x for x in text.splitlines() if f"`{product.command}`" in x]
         assert product.spec.shows in line and product.verdict in line
         assert str(product.spec.seeds) in line
@@ -50,11 +50,11 @@ def test_the_index_of_results_has_every_figure_and_table():
 
 
 def test_the_published_readme_is_up_to_date():
-    assert (PUBLISHED / "README.md").read_text() == overview(load_products(PUBLISHED))
+    assert (PUBLISHED / "README.md").read_text() == overview(load_products((PUBLISHED, "")))
 
 
 def test_every_spec_says_what_the_paper_shows():
-    assert [p.name for p in load_products(PUBLISHED) if not p.spec.shows] == []
+    assert [p.name for p in load_products((PUBLISHED, "")) if not p.spec.shows] == []
 
 
 def test_a_curve_that_never_had_a_number_is_no_hole_in_the_page():
@@ -69,7 +69,7 @@ def test_a_report_needs_neither_torch_nor_wandb():
     code = (
         "import sys; from pathlib import Path\n"
         "from experiments.report import render, load_products\n"
-        f"load_products(Path({str(PUBLISHED)!r}))\n"
+        f"load_products((Path({str(PUBLISHED)!r}), ''))\n"
         "assert not {'torch', 'wandb'} & sys.modules.keys()"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -127,7 +127,7 @@ def page(results, tmp_path_factory):
 
 @needs_chromium
 def test_it_opens_without_errors_and_every_picture_loads(page):
-    pictures = sum(p.picture is not None for p in load_products(PUBLISHED))
+    pictures = sum(p.picture is not None for p in load_products((PUBLISHED, "")))
     page.until("[...document.images].every(i => i.complete)")
     assert page.value("[...document.images].filter(i => i.naturalWidth > 300).length") == pictures
     assert page.value("document.querySelectorAll('.panel svg .curve').length") > 300
