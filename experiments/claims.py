@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 
 from experiments.config import ConfigError, one_line_errors
 from experiments.index import WITHOUT, read_rows
-from experiments.record import write_text
+from experiments.record import write_if_changed
 from experiments.runs import Groups, Run, Spec
 
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
@@ -224,8 +224,9 @@ def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
 
 def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
     """stem.csv, the record, and stem.md, the page to read."""
-    write_text(stem.with_suffix(".csv"), pd.DataFrame(rows).to_csv(index=False))
-    write_text(stem.with_suffix(".md"), page(rows))
+    table = pd.DataFrame(rows).to_csv(index=False)
+    write_if_changed(stem.with_suffix(".csv"), table.encode())
+    write_if_changed(stem.with_suffix(".md"), page(rows).encode())
 
 
 def said(row: Mapping[str, str]) -> str:

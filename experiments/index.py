@@ -76,7 +76,7 @@ def row_of(run: Run) -> dict[str, str]:
         "machine": f"{machine['processor']}, {machine['cores']} cores",
         "versions": f"Python {machine['python']}, torch {versions['torch']}",
         "records": "yes",
-        "command": run.command(),
+        "command": info["command"],
     }
 
 

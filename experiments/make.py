@@ -15,7 +15,7 @@ from experiments import agreement, index
 from experiments.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.config import Config, ConfigError, NotPublishedError
 from experiments.record import locked, publish_figure
-from experiments.runs import Groups, Spec, all_runs, everything, load_spec
+from experiments.runs import Groups, Run, Spec, all_runs, everything, load_spec
 
 PREFIXES = "TFCIJKLS"  # of the claims' names, in order
 
@@ -37,11 +37,19 @@ def groups_of(spec: Spec, overrides: Sequence[str]) -> Groups:
     """The runs of a spec; of published ones those at paper scale, if all of them are published."""
     groups = spec.expand(overrides)
     scale = [word for word in overrides if word.startswith("scale=")][-1:]
-    small = any(run.config.scale != "paper" for run in all_runs(groups))
-    if config_of(groups).records != "published" or scale not in ([], ["scale=auto"]) or not small:
+    if config_of(groups).records != "published" or scale not in ([], ["scale=auto"]):
+        return groups
+    small = {r.config.experiment: r for r in all_runs(groups) if r.config.scale != "paper"}
+    if not small or not all(has_paper_scale(run) for run in small.values()):
         return groups
     paper = spec.expand([*overrides, "scale=paper"])
     return paper if all(run.done for run in all_runs(paper)) else groups
+
+
+def has_paper_scale(run: Run) -> bool:
+    """Whether any run of its experiment is published at paper scale."""
+    published = run.published_runs.values()
+    return any(other.info["config"]["scale"] == "paper" for other in published)
 
 
 def config_of(groups: Groups) -> Config:
