@@ -141,7 +141,7 @@ def test_claims_are_judged_and_written(results, capsys):
         (["table", "10"], "tables 1 to 9"),
         (["figure", "²"], "figures 1 to 24"),
         (["figure", "1", "seed=3"], "run.py makes any other run"),
-        (["figure", "1", "steps=500"], "only scale, tracking"),
+        (["figure", "1", "steps=500"], "only scale, records"),
     ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path, words, message):

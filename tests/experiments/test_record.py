@@ -100,6 +100,9 @@ def test_auto_tracking_falls_back_to_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", no_network)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     assert execute(request(tmp_path, "tracking=auto")) == "finished"
+    assert not (tmp_path / "wandb").exists(), "a smoke run is not tracked"
+    short = ["scale=paper", "steps=400", "log_every=40", "task.warm_up=10"]
+    assert execute(request(tmp_path, "tracking=auto", *short)) == "finished"
     assert "kept offline" in capsys.readouterr().err
     assert offline_file(tmp_path)
 
