@@ -88,20 +88,20 @@ all: $(READY)
 
 ##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/benchmarks/
 bench-optimizer: $(READY)
-	@$(PY) -m experiments.bench $(ARGS)
+	@$(PY) -m benchmarks.optimizer $(ARGS)
 
 ##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/benchmarks/
 bench-training: $(READY)
-	@$(PY) -m experiments.bench_training $(ARGS)
+	@$(PY) -m benchmarks.training $(ARGS)
 
 ##   bench-engines          a sweep of 12 runs on every engine, killed and started twice too: results/benchmarks/;
 ##                          needs setup-cluster
 bench-engines: $(READY)
-	@$(PY) -m experiments.bench_engines $(ARGS)
+	@$(PY) -m benchmarks.engines $(ARGS)
 
 ##   torture                kill trainings 50 times, continue them, compare their records: results/benchmarks/
 torture: $(READY)
-	@$(PY) -m experiments.torture $(ARGS)
+	@$(PY) -m benchmarks.kill_and_resume $(ARGS)
 
 ##
 ## Work on the code
@@ -177,7 +177,7 @@ docker-cpu:
 ##   clean                  remove caches; results, data and the virtual environment stay
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find adashift experiments tests -name __pycache__ -prune -exec rm -rf {} +
+	find adashift experiments benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 
 ##   distclean              clean, and remove the virtual environment
 distclean: clean

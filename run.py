@@ -18,9 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from experiments.config import CONF, ConfigError, one_line_errors, resolve
-from experiments.runs import Run
-from experiments.stopping import ASKED, end_with_parent
+from experiments.config.compose import resolve
+from experiments.config.errors import ConfigError, one_line_errors
+from experiments.config.paths import CONF
+from experiments.records.run import Run
+from experiments.training.signals import ASKED, end_with_parent
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
@@ -29,8 +31,9 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
 def main(cfg: DictConfig) -> str:
     # Here, for it imports torch: a slip is told at once, and a launcher trains nothing itself.
-    from experiments.agreement import compare
-    from experiments.execute import execute
+    from experiments.products.specs import figures_using
+    from experiments.records.agreement import compare
+    from experiments.training.execute import execute
 
     about = HydraConfig.get()
     alone = about.mode != RunMode.MULTIRUN
@@ -39,7 +42,7 @@ def main(cfg: DictConfig) -> str:
     with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
         run = Run(resolve(cfg.copy(), about.runtime.choices))
         # A sweep does its other runs while another process trains this one.
-        end = execute(run, announce=say, wait=alone)
+        end = execute(run, announce=say, wait=alone, tags=figures_using)
         say(end)
         if alone and (agreement := compare(run)):
             say(f"compared with the published run: {agreement}")
@@ -47,7 +50,7 @@ def main(cfg: DictConfig) -> str:
 
 
 def say(line: str) -> None:
-    from experiments.parallel import is_first  # of the processes of torchrun
+    from experiments.training.collectives import is_first  # of the processes of torchrun
 
     if is_first():
         print(line)

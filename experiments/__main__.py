@@ -28,8 +28,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.config import ConfigError, NotPublishedError, compose
-from experiments.make import (
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.products.make import (
     groups_of,
     judge,
     keep_index,
@@ -39,10 +40,7 @@ from experiments.make import (
     show,
     train_missing,
 )
-from experiments.record import account
-from experiments.runs import (
-    Run,
-    all_runs,
+from experiments.products.specs import (
     asked_for,
     everything,
     load_spec,
@@ -50,7 +48,9 @@ from experiments.runs import (
     refuse_other_runs,
     specs,
 )
-from experiments.stopping import ASKED
+from experiments.records.run import Run, all_runs
+from experiments.records.tracking import account
+from experiments.training.signals import ASKED
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -101,7 +101,7 @@ def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def status(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.status import lines_of, strays
+    from experiments.products.status import lines_of, strays
 
     known = set[Path]()
     for kind, name in asked_for(names) if names else everything():
@@ -113,7 +113,7 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.report import write_report
+    from experiments.products.report import write_report
 
     config = compose(overrides)
     suffix = "-smoke" if config.scale == "smoke" else ""
@@ -128,21 +128,21 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def publish(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.publish import publish
+    from experiments.products.publish import publish
 
     for line in publish(overrides):
         print(line, flush=True)
 
 
 def verify(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.verify import verify
+    from experiments.products.verify import verify
 
     if not verify(overrides):
         raise ConfigError("some runs differ from the published ones, see above")
 
 
 def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.dashboard import publish
+    from experiments.products.dashboard import publish
 
     tracking = compose(overrides).tracking
     entity = account(tracking)

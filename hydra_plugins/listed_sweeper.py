@@ -18,9 +18,13 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from experiments.config import ROOT, ConfigError, compose, expand, last_line
-from experiments.record import KILLED, Record, WriteError, locked
-from experiments.runs import Run, all_runs, asked_for, load_spec, refuse_other_runs
+from experiments.config.compose import compose, expand
+from experiments.config.errors import ConfigError, last_line
+from experiments.config.paths import ROOT
+from experiments.products.specs import asked_for, load_spec, refuse_other_runs
+from experiments.records.files import WriteError, locked
+from experiments.records.record import KILLED, Record
+from experiments.records.run import Run, all_runs
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # and not for a run
 

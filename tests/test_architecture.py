@@ -9,96 +9,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# module → the modules of this repository that it may import; a name covers everything below it
+# package or module → what it may import of this repository; a name covers everything below it
 ARROWS = {
     "run": {
-        "experiments.agreement", "experiments.config", "experiments.execute",
-        "experiments.parallel", "experiments.runs", "experiments.stopping",
+        "experiments.config", "experiments.products.specs", "experiments.records",
+        "experiments.training",
     },
-    "hydra_plugins": {"experiments.config", "experiments.record", "experiments.runs"},
+    "hydra_plugins": {"experiments.config", "experiments.products.specs", "experiments.records"},
+    "benchmarks": {"adashift", "benchmarks", "experiments"},
     "experiments.__main__": {
-        "experiments.config", "experiments.dashboard", "experiments.make", "experiments.publish",
-        "experiments.record", "experiments.report", "experiments.runs", "experiments.status",
-        "experiments.stopping", "experiments.verify",
+        "experiments.config", "experiments.products", "experiments.records",
+        "experiments.training.signals",
     },
-    "experiments.make": {
-        "experiments.agreement", "experiments.claims", "experiments.config",
-        "experiments.execute", "experiments.figures", "experiments.grids", "experiments.index",
-        "experiments.record", "experiments.runs", "experiments.tables",
+    "experiments.products": {
+        "experiments.config", "experiments.products", "experiments.records",
     },
-    "experiments.publish": {
-        "experiments.archive", "experiments.config", "experiments.make", "experiments.record",
-        "experiments.report", "experiments.runs",
+    "experiments.products.make": {
+        "experiments.config", "experiments.products", "experiments.records",
+        "experiments.training.pool",
     },
-    "experiments.verify": {
-        "experiments.agreement", "experiments.archive", "experiments.config",
-        "experiments.execute", "experiments.runs",
+    "experiments.products.verify": {
+        "experiments.config", "experiments.records", "experiments.training.pool",
     },
-    "experiments.agreement": {"experiments.archive", "experiments.runs"},
-    "experiments.archive": {"experiments.record"},
-    "experiments.dashboard": {"experiments.config", "experiments.runs"},
-    "experiments.status": {"experiments.config", "experiments.record", "experiments.runs"},
-    "experiments.execute": {
-        "experiments.archive", "experiments.checkpoint", "experiments.config", "experiments.loop",
-        "experiments.parallel", "experiments.progress", "experiments.record", "experiments.runs",
-        "experiments.stopping", "experiments.task", "experiments.team",
+    "experiments.training": {
+        "experiments.config", "experiments.progress", "experiments.records", "experiments.task",
+        "experiments.training",
     },
-    "experiments.parallel": set(),
-    "experiments.team": {
-        "experiments.checkpoint", "experiments.config", "experiments.parallel",
-        "experiments.record",
-    },
-    "experiments.checkpoint": {"experiments.config", "experiments.record"},
-    "experiments.stopping": set(),
-    "experiments.bench": {
-        "adashift", "experiments.looks", "experiments.record", "experiments.timing",
-    },
-    "experiments.timing": {"experiments.config", "experiments.record"},
-    "experiments.torture": {
-        "experiments.config", "experiments.execute", "experiments.runs", "experiments.timing",
-    },
-    "experiments.bench_engines": {
-        "experiments.config", "experiments.runs", "experiments.timing", "experiments.torture",
-    },
-    "experiments.bench_training": {
-        "experiments.config", "experiments.data", "experiments.execute", "experiments.timing",
-        "experiments.loop", "experiments.record",
-    },
-    "experiments.loop": {
-        "experiments.checkpoint", "experiments.progress", "experiments.record",
-        "experiments.stopping", "experiments.task",
+    "experiments.training.collectives": set(),
+    "experiments.records": {"experiments.config", "experiments.records"},
+    "experiments.config": {"experiments.config"},
+    "experiments.tasks": {
+        "adashift", "experiments.data", "experiments.models", "experiments.task",
+        "experiments.tasks", "experiments.training.collectives",
     },
     "experiments.task": set(),
-    "experiments.tasks": {
-        "adashift", "experiments.data", "experiments.models", "experiments.parallel",
-        "experiments.task",
-        "experiments.tasks",
-    },
+    "experiments.schedules": set(),
+    "experiments.progress": set(),
     "experiments.models": {"experiments.models"},
     "experiments.data": {"experiments.data", "experiments.progress"},
-    "experiments.figures": {"experiments.looks", "experiments.record", "experiments.runs"},
-    "experiments.looks": {"experiments.config"},
-    "experiments.index": {"experiments.record", "experiments.runs"},
-    "experiments.report": {
-        "experiments.claims", "experiments.figures", "experiments.index", "experiments.looks",
-        "experiments.record", "experiments.runs",
-    },
-    "experiments.tables": {
-        "experiments.claims", "experiments.config", "experiments.record", "experiments.runs",
-    },
-    "experiments.grids": {
-        "experiments.claims", "experiments.config", "experiments.figures", "experiments.record",
-        "experiments.runs", "experiments.tables",
-    },
-    "experiments.claims": {
-        "experiments.config", "experiments.index", "experiments.record", "experiments.runs",
-    },
-    "experiments.schedules": set(),
-    "experiments.statistics": set(),
-    "experiments.runs": {"experiments.archive", "experiments.config", "experiments.record"},
-    "experiments.record": {"experiments.config"},
-    "experiments.progress": set(),
-    "experiments.config": set(),
     "experiments": set(),
     "adashift.theory": set(),
     "adashift": {"adashift"},
@@ -106,18 +54,18 @@ ARROWS = {
 
 # package from outside → the only modules that may import it
 KEPT_IN = {
-    "torch": {"adashift", "experiments.bench", "experiments.bench_training", "experiments.task",
-              "experiments.timing",
-              "experiments.tasks", "experiments.models", "experiments.data", "experiments.loop",
-              "experiments.checkpoint", "experiments.execute", "experiments.parallel",
-              "experiments.team"},
-    "torchvision": {"experiments.bench", "experiments.bench_training", "experiments.data",
-                    "experiments.models"},
-    "wandb": {"experiments.record"},
-    "wandb_workspaces": {"experiments.dashboard"},
-    "matplotlib": {"experiments.bench", "experiments.figures"},
-    "hydra": {"run", "hydra_plugins", "experiments.config", "experiments.figures",
-              "experiments.claims"},
+    "torch": {
+        "adashift", "benchmarks", "experiments.data", "experiments.models", "experiments.task",
+        "experiments.tasks", "experiments.training",
+    },
+    "torchvision": {"benchmarks", "experiments.data", "experiments.models"},
+    "wandb": {"experiments.records.tracking"},
+    "wandb_workspaces": {"experiments.products.dashboard"},
+    "matplotlib": {"benchmarks", "experiments.products.figures"},
+    "hydra": {
+        "run", "hydra_plugins", "experiments.config", "experiments.products.claims",
+        "experiments.products.figures",
+    },
 }  # fmt: skip
 
 
@@ -138,6 +86,7 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
         root / "run.py",
         *(root / "adashift").rglob("*.py"),
         *(root / "experiments").rglob("*.py"),
+        *(root / "benchmarks").rglob("*.py"),
         *(root / "hydra_plugins").rglob("*.py"),
     ]:
         yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), path
@@ -166,7 +115,7 @@ def broken_arrows(root: Path) -> list[str]:
         rule = rule_of(module)
         for name in imports(path):
             package = name.split(".")[0]
-            if package in ("run", "experiments", "adashift"):
+            if package in ("run", "experiments", "adashift", "benchmarks"):
                 if rule is None or not any(covers(ok, name) for ok in ARROWS[rule]):
                     found.append(f"{module} → {name}")
             elif package in NEVER.get(module, ()) or not any(
@@ -186,15 +135,18 @@ def test_the_arrows_hold():
         ("adashift/optimizer.py", "import experiments.config"),
         ("adashift/theory.py", "import torch"),
         ("adashift/spatial.py", "import hydra"),
-        ("experiments/figures.py", "from experiments.loop import train"),
-        ("experiments/claims.py", "    import torch"),
-        ("experiments/tasks/lemmas.py", "from experiments.record import Record"),
+        ("experiments/products/figures.py", "from experiments.training.loop import train"),
+        ("experiments/products/claims.py", "    import torch"),
+        ("experiments/tasks/lemmas.py", "from experiments.records.record import Record"),
+        ("experiments/records/index.py", "from experiments.products import specs"),
+        ("experiments/training/execute.py", "from experiments.products import specs"),
+        ("experiments/products/report.py", "from benchmarks import common"),
         ("experiments/task.py", "import wandb"),
         ("experiments/somewhere.py", "from experiments.tasks import lemmas"),
     ],
 )
 def test_a_broken_arrow_is_found(tmp_path, file, line):
-    for folder in ("adashift", "experiments", "hydra_plugins"):
+    for folder in ("adashift", "benchmarks", "experiments", "hydra_plugins"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "run.py", tmp_path)
     assert broken_arrows(tmp_path) == []

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import adashift
-from experiments.report import load_products, tally
+from experiments.products.report import load_products, tally
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "results/published/README.md", *(ROOT / "docs").glob("*.md")]

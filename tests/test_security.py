@@ -78,9 +78,9 @@ def test_every_checksum_is_a_checksum():
 
 
 def test_no_secret_of_the_environment_is_written(tmp_path, monkeypatch, capfd):
-    from experiments.config import compose
-    from experiments.execute import execute
-    from experiments.runs import Run
+    from experiments.config.compose import compose
+    from experiments.records.run import Run
+    from experiments.training.execute import execute
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

@@ -13,10 +13,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from experiments import parallel
 from experiments.data.batches import Batches, generator
 from experiments.data.images import Augment, ImageSet, Standardise
 from experiments.task import Step, Task
+from experiments.training import collectives
 
 AT_ONCE = 500  # test images; more at once are no faster
 Net = TypeVar("Net", bound=nn.Module)
@@ -53,9 +53,11 @@ class ImageClassifier(Task):
         self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self.net = initialised(partial(model, classes=self.data.classes), seed)
         self.net.to(device).to(memory_format=self.layout)
-        if trainer.batch % parallel.size():
-            raise ValueError(f"a batch of {trainer.batch} is not for {parallel.size()} processes")
-        net = parallel.shared(self.net, device)
+        if trainer.batch % collectives.size():
+            raise ValueError(
+                f"a batch of {trainer.batch} is not for {collectives.size()} processes"
+            )
+        net = collectives.shared(self.net, device)
         self.forward = torch.compile(net) if trainer.compile else net
         train = self.data.train
         self.standardise = Standardise.of(train) if standardise else Standardise.none(device)
@@ -74,10 +76,10 @@ class ImageClassifier(Task):
             yield Step("classifier", partial(self.loss, rows))
 
     def loss(self, rows: Tensor) -> Tensor:
-        labels = parallel.part(self.data.train.labels.index_select(0, rows))
+        labels = collectives.part(self.data.train.labels.index_select(0, rows))
         # The draws are those of the whole batch, so that every process has the same generator.
-        images = parallel.part(self.augment(rows))
-        return parallel.mean(F.cross_entropy(self.output(images), labels))
+        images = collectives.part(self.augment(rows))
+        return collectives.mean(F.cross_entropy(self.output(images), labels))
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)

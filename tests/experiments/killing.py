@@ -1,8 +1,8 @@
 """Runs that die in this process, at a chosen moment."""
 
-from experiments.checkpoint import Checkpoint
-from experiments.config import compose
-from experiments.runs import Run
+from experiments.config.compose import compose
+from experiments.records.run import Run
+from experiments.training.checkpoint import Checkpoint
 
 
 class Killed(BaseException):

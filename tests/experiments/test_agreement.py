@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.agreement import DIFFERENT, IDENTICAL, ROUNDING, SPREAD, compare_metrics
+from experiments.records.agreement import DIFFERENT, IDENTICAL, ROUNDING, SPREAD, compare_metrics
 
 STEPS = np.arange(10, 110, 10)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import archive
-from experiments.archive import Published, RecordsError
+from experiments.records import archive
+from experiments.records.archive import Published, RecordsError
 
 BITS = np.random.default_rng(0).integers(0, 2**63, 2000).view(float)
 VALUES = [

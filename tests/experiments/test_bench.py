@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from adashift import AdaShift
-from experiments import bench, timing
+from benchmarks import common
+from benchmarks import optimizer as bench
 
 LISTS = ["one tensor", "ResNet-18", "DenseNet-121"]
 NAMES = [c.name for c in bench.CONTENDERS]
@@ -109,7 +110,7 @@ def test_each_round_has_a_step_of_everyone_and_the_order_moves():
         def step(self):
             calls.append(self.name)
 
-    times = timing.interleave({name: Entrant(name) for name in "abc"}, rounds=6)
+    times = common.interleave({name: Entrant(name) for name in "abc"}, rounds=6)
     rounds = ["".join(calls[i : i + 3]) for i in range(0, 18, 3)]
     assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac"]
     assert times.shape == (6, 3) and (times > 0).all(axis=None)

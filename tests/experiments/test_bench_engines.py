@@ -7,13 +7,13 @@ import sys
 import pandas as pd
 import pytest
 
-from experiments import bench_engines
-from experiments.bench_engines import SERIAL, Sweep, readable, trained_again
-from experiments.config import ROOT
+from benchmarks import engines
+from benchmarks.engines import SERIAL, Sweep, readable, trained_again
+from experiments.config.paths import ROOT
 
 
 def test_a_disturbed_sweep_gives_the_records_of_an_undisturbed_one(tmp_path):
-    command = [sys.executable, "-m", "experiments.bench_engines", "--quick", "--results", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.engines", "--quick", "--results", tmp_path]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
@@ -46,7 +46,7 @@ def test_a_sweep_that_fails_ends_the_bench_with_what_it_said(tmp_path):
 
 def test_a_record_that_differs_fails_the_bench(tmp_path, monkeypatch):
     rows = pd.DataFrame({"way": [SERIAL], "seconds": 1.0, "again": 0, "runs": 12, "faster": 1.0})
-    monkeypatch.setattr(bench_engines, "go_round", lambda *_, **__: rows.assign(differ=1))
+    monkeypatch.setattr(engines, "go_round", lambda *_, **__: rows.assign(differ=1))
     with pytest.raises(OSError, match="records differ"):
-        bench_engines.bench(tmp_path, quick=True)
+        engines.bench(tmp_path, quick=True)
     assert readable(rows.assign(differ=1))["records that differ"].tolist() == [1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments import bench_training, execute
-from experiments.bench_training import (
+from benchmarks import training
+from benchmarks.training import (
     BARE,
     CPU,
     EVALUATED,
@@ -25,9 +25,11 @@ from experiments.bench_training import (
     drawn,
     loader_of,
 )
-from experiments.config import build, compose
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.training import device
 
-PAIRS = [(task, opt) for task in bench_training.TASKS for opt in bench_training.OPTIMIZERS]
+PAIRS = [(task, opt) for task in training.TASKS for opt in training.OPTIMIZERS]
 IMAGES = ("experiment=resnet_cifar10", "optimizer=adashift", "scale=smoke")
 
 
@@ -36,8 +38,8 @@ def results(tmp_path_factory):
     """The tables, where a run has 1 thread on MNIST and would have 3 if it were given all."""
     folder, before = tmp_path_factory.mktemp("results"), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "ALL_THREADS", 3)
-        bench_training.main(["--quick", "--results", str(folder)])
+        patch.setattr(device, "ALL_THREADS", 3)
+        training.main(["--quick", "--results", str(folder)])
     torch.set_num_threads(before)
     return folder / "benchmarks"
 
@@ -74,18 +76,18 @@ def test_the_page_says_what_was_measured(results):
 
 def test_a_rate_is_what_was_done_by_the_time_it_took(monkeypatch):
     times = pd.DataFrame({PIPELINE: [1.0, 2.0, 4.0], NETWORK: [10.0, 20.0, 10.0]})
-    monkeypatch.setattr(bench_training, "interleave", lambda entrants, rounds: times)
+    monkeypatch.setattr(training, "interleave", lambda entrants, rounds: times)
     entrants = {PIPELINE: Supply([], 30), NETWORK: Supply([], 5)}
-    rates = bench_training.measure(compose(IMAGES), entrants, 3, "images", per_step=20)
+    rates = training.measure(compose(IMAGES), entrants, 3, "images", per_step=20)
     assert rates["per_second"].tolist() == [300, 10]  # 30 × 20 ÷ 2 and 5 × 20 ÷ 10
     assert rates[f"to_{NETWORK}"].tolist() == [60, 1]
 
 
-@pytest.mark.parametrize("task", bench_training.TASKS)
+@pytest.mark.parametrize("task", training.TASKS)
 def test_the_scripts_train_the_same_network_on_batches_of_the_same_form(task):
     config = compose([f"experiment={task}", "optimizer=sgd", "scale=smoke"])
     bare = Script(config, steps=2)
-    loader = LoaderScript(config, 2, bench_training.plain_data(quick=True))
+    loader = LoaderScript(config, 2, training.plain_data(quick=True))
     for script in (bare, loader):
         images, labels = next(script.batches)
         assert images.shape == (config.task["batch"], 784) and labels.dtype == torch.int64

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from adashift import AdaShift
-from experiments import stopping
-from experiments.checkpoint import NAME, Checkpoint
-from experiments.config import ROOT, ConfigError
-from experiments.execute import checkpoint_of, execute, one_by_one
-from experiments.record import is_locked, locked, read_info
-from experiments.torture import record_of
+from benchmarks.kill_and_resume import record_of
+from experiments.config.errors import ConfigError
+from experiments.config.paths import ROOT
+from experiments.records.files import is_locked, locked
+from experiments.records.record import read_info
+from experiments.training import signals
+from experiments.training.checkpoint import NAME, Checkpoint
+from experiments.training.execute import checkpoint_of, execute, no_tags
+from experiments.training.pool import one_by_one
 from tests.experiments.killing import Killed, die_after, run_of
 
 CPU = torch.device("cpu")
@@ -194,7 +197,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path, monkeypatch):
     run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 1)
-        patched.setattr("experiments.record.Record.__exit__", lambda *_: None)
+        patched.setattr("experiments.records.record.Record.__exit__", lambda *_: None)
         execute(run)
     assert run.status == "killed"
     with locked(run.folder):
@@ -239,7 +242,7 @@ def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
 
 
 def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
-    asked = stopping.Asked()
+    asked = signals.Asked()
     asked(signal.SIGINT, None)
     assert asked.by == signal.SIGINT
     asked(signal.SIGTERM, None)
@@ -248,14 +251,14 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
 
 
 def test_after_a_signal_no_other_run_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping.ASKED, "by", signal.SIGTERM)
+    monkeypatch.setattr(signals.ASKED, "by", signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         execute(run_of(tmp_path, "mnist_lr"))
     assert not any(tmp_path.iterdir())
 
 
 def test_in_a_team_the_first_process_says_when():
-    asked = stopping.Asked()
+    asked = signals.Asked()
     asked.follows = True
     asked(signal.SIGTERM, None)
     assert asked.by is None
@@ -270,11 +273,11 @@ def test_the_last_runs_of_a_figure_end_with_it(tmp_path, monkeypatch):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(stopping.ASKED, "by", None)  # and again None after this test
+    monkeypatch.setattr(signals.ASKED, "by", None)  # and again None after this test
     threading.Thread(target=interrupt, daemon=True).start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), stopping.answered_at_once():
-        list(one_by_one([run]))
+    with pytest.raises(KeyboardInterrupt), signals.answered_at_once():
+        list(one_by_one([run], no_tags))
     assert time.monotonic() - start < 60 and run.status == "interrupted"
 
 
@@ -284,7 +287,7 @@ import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from experiments.stopping import end_with_parent
+from experiments.training.signals import end_with_parent
 
 def work():
     Path({str(tmp_path / "worker")!r}).write_text(str(os.getpid()))

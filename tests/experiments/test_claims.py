@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import claims, statistics
-from experiments.claims import Claim, Part, interval, judge, judge_spec, weigh
-from experiments.config import ConfigError
-from experiments.runs import Spec
+from experiments.config.errors import ConfigError
+from experiments.products import claims, summaries
+from experiments.products.claims import Claim, Part, interval, judge, judge_spec, weigh
+from experiments.products.specs import Spec
 
 
 @dataclass
@@ -194,31 +194,29 @@ def grid(values):
 
 def test_statistics():
     curve = pd.DataFrame({"step": [1, 2, 3], "x": [3.0, 5.0, np.nan], "exact": [3.0, 4.0, 1.0]})
-    assert statistics.last(curve, "x") == 5 and statistics.mean(curve, "x") == 4
-    assert statistics.largest(curve, "x") == 5 and statistics.smallest(curve, "x") == 3
-    assert statistics.median(curve, "x") == 4
-    assert statistics.trend(curve, "x") == pytest.approx(1)
-    assert statistics.differs_from_exact(curve, "x") == 0.5
+    assert summaries.last(curve, "x") == 5 and summaries.mean(curve, "x") == 4
+    assert summaries.largest(curve, "x") == 5 and summaries.smallest(curve, "x") == 3
+    assert summaries.median(curve, "x") == 4
+    assert summaries.trend(curve, "x") == pytest.approx(1)
+    assert summaries.differs_from_exact(curve, "x") == 0.5
 
 
 def test_a_rise_is_that_above_the_least_before_it():
     curve = pd.DataFrame({"x": [1000.0, 10.0, np.nan, 100.0, 1.0, 5.0]})
-    assert statistics.rise_log10(curve, "x") == pytest.approx(1)
-    assert statistics.rise_log10(curve.iloc[:2], "x") == 0
+    assert summaries.rise_log10(curve, "x") == pytest.approx(1)
+    assert summaries.rise_log10(curve.iloc[:2], "x") == 0
 
 
 def test_the_tail_is_the_last_tenth():
     curve = pd.DataFrame({"step": range(41), "x": [*[100.0] * 36, 1.0, 3.0, 1.0, 3.0, np.nan]})
-    assert statistics.tail_mean(curve, "x") == 2 and statistics.tail_sd(curve, "x") == 1
+    assert summaries.tail_mean(curve, "x") == 2 and summaries.tail_sd(curve, "x") == 1
     short = curve.iloc[36:39]
-    assert statistics.tail_mean(short, "x") == 1 and statistics.tail_sd(short, "x") == 0
+    assert summaries.tail_mean(short, "x") == 1 and summaries.tail_sd(short, "x") == 0
 
 
 def test_falls_on_a_grid_are_counted_along_the_right_axis():
     rising = grid([[1, 2], [3, 4]])
-    assert (
-        statistics.falls_along_beta1(rising, "x") == statistics.falls_along_beta2(rising, "x") == 0
-    )
+    assert summaries.falls_along_beta1(rising, "x") == summaries.falls_along_beta2(rising, "x") == 0
     falls_with_beta2 = grid([[4, 5], [1, 5]])
-    assert statistics.falls_along_beta1(falls_with_beta2, "x") == 0
-    assert statistics.falls_along_beta2(falls_with_beta2, "x") == 0.5
+    assert summaries.falls_along_beta1(falls_with_beta2, "x") == 0
+    assert summaries.falls_along_beta2(falls_with_beta2, "x") == 0.5

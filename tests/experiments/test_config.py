@@ -10,8 +10,12 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from experiments import config as schema
-from experiments.config import CONF, ConfigError, build, compose
+from experiments.config import compose as composing
+from experiments.config import errors, gpus, paths, schema
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF
 
 PAIR = ["experiment=counterexample_stochastic", "optimizer=adam"]
 EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
@@ -20,12 +24,12 @@ TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"
 
 def as_hydra_composes(overrides):
     """The config of run.py, by the way that Hydra documents."""
-    with schema.one_line_errors(), schema.config_source():
+    with errors.one_line_errors(), composing.config_source():
         cfg = hydra.compose("run", overrides, return_hydra_config=True)
     choices = cfg.hydra.runtime.choices
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]
-    return schema.resolve(cfg, choices)
+    return composing.resolve(cfg, choices)
 
 
 @pytest.mark.parametrize(("experiment", "optimizer"), TUNED[::3])
@@ -63,23 +67,23 @@ def test_tuned_values_do_not_leak_into_the_next_optimizer():
 
 @pytest.mark.parametrize(("gpu", "scale"), [(True, "paper"), (False, "paper")])
 def test_auto_scale_of_an_experiment_that_a_cpu_can_do(monkeypatch, gpu, scale):
-    monkeypatch.setattr(schema, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(composing, "has_gpu", lambda: gpu)
     assert compose(PAIR).scale == scale
 
 
 def test_auto_scale_asks_the_experiment_when_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(schema, "has_gpu", lambda: False)
+    monkeypatch.setattr(composing, "has_gpu", lambda: False)
     assert compose([*PAIR, "cpu_scale=laptop"]).scale == "laptop"
-    monkeypatch.setattr(schema, "has_gpu", lambda: True)
+    monkeypatch.setattr(composing, "has_gpu", lambda: True)
     assert compose([*PAIR, "cpu_scale=laptop"]).scale == "paper"
 
 
 def test_a_hidden_gpu_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(schema.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert schema.has_gpu()
+    assert gpus.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not schema.has_gpu()
+    assert not gpus.has_gpu()
 
 
 @pytest.mark.parametrize(
@@ -236,11 +240,11 @@ def test_an_identity_stays(words):
 
 def test_the_digest_is_the_same_in_every_process(monkeypatch):
     """The folder of a run must be found again tomorrow."""
-    code = f"from experiments.config import compose; print(compose({PAIR}).digest())"
+    code = f"from experiments.config.compose import compose; print(compose({PAIR}).digest())"
     found = set()
     for order in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", order)
-        out = subprocess.run([sys.executable, "-c", code], cwd=schema.ROOT, capture_output=True)
+        out = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True)
         found.add(out.stdout.decode().strip())
     assert found == {compose(PAIR).digest()}
 
@@ -255,7 +259,7 @@ def test_results_are_where_the_user_says_seen_from_where_the_user_stands(tmp_pat
     monkeypatch.chdir(tmp_path)
     assert compose([*PAIR, "results=out"]).results == tmp_path / "out"
     assert compose([*PAIR, f"results={tmp_path}/x"]).results == tmp_path / "x"
-    assert compose(PAIR).results == schema.ROOT / "results"
+    assert compose(PAIR).results == paths.ROOT / "results"
     with pytest.raises(ConfigError, match="empty"):
         compose([*PAIR, "results="])
 
@@ -302,19 +306,19 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert schema.count_gpus() == count
+    assert gpus.count_gpus() == count
 
 
 @pytest.mark.parametrize(
-    ("gpus", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
+    ("count", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
 )
-def test_as_many_jobs_as_the_machine_serves(monkeypatch, gpus, threads, jobs):
+def test_as_many_jobs_as_the_machine_serves(monkeypatch, count, threads, jobs):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(schema, "count_gpus", lambda: gpus)
-    assert schema.jobs_at_once(threads) == jobs
+    monkeypatch.setattr("experiments.config.gpus.count_gpus", lambda: count)
+    assert gpus.jobs_at_once(threads) == jobs
 
 
-@pytest.mark.parametrize("name", schema.choices_of("engine"))
+@pytest.mark.parametrize("name", paths.choices_of("engine"))
 def test_an_engine_is_no_part_of_a_run_and_says_what_it_needs(name):
     """Its launcher is installed by make setup-cluster, which is not what tests have."""
     text = (CONF / "engine" / f"{name}.yaml").read_text()

@@ -9,10 +9,12 @@ import torch
 
 from adashift import AdaShift
 from adashift.probe import DecorrelationProbe
-from experiments.config import ConfigError, build, compose
-from experiments.execute import execute
-from experiments.runs import Run
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.records.run import Run
 from experiments.tasks.correlation import GradientCorrelation, Look, of_size_1
+from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
 SMOKE = ["experiment=mnist_correlation", "optimizer=adashift", "scale=smoke", "tracking=off"]

@@ -3,8 +3,8 @@
 import pytest
 
 from experiments import __main__ as cli
-from experiments.config import ConfigError
-from experiments.runs import load_spec, specs
+from experiments.config.errors import ConfigError
+from experiments.products.specs import load_spec, specs
 
 
 def test_it_needs_an_account():
@@ -14,7 +14,7 @@ def test_it_needs_an_account():
 
 def test_a_section_for_every_figure_with_its_curves_by_setting():
     pytest.importorskip("wandb_workspaces", reason="make setup-cluster installs it")
-    from experiments.dashboard import make_report
+    from experiments.products.dashboard import make_report
 
     figures = {f"figure-{path.stem}": load_spec("figure", path.stem) for path in specs("figure")}
     report = make_report(figures, "someone", "adashift")

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.config import ROOT, build
+from experiments.config.build import build
+from experiments.config.paths import ROOT
 from experiments.data import batches, files, mnist
 from experiments.data.batches import Batches, generator
 from experiments.data.files import DataError, Download, FileSet, NpmPackage, fetch, folders

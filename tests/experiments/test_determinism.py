@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from experiments.execute import execute, noted_kernels
-from experiments.torture import record_of
+from benchmarks.kill_and_resume import record_of
+from experiments.training.device import noted_kernels
+from experiments.training.execute import execute
 from tests.experiments.killing import run_of
 
 

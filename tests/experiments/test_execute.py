@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import execute as module
-from experiments.config import compose
-from experiments.execute import device_for, execute, execute_all, side_by_side
-from experiments.runs import Run
+from experiments.config.compose import compose
+from experiments.records.run import Run
+from experiments.training import device
+from experiments.training.device import device_for
+from experiments.training.execute import execute
+from experiments.training.pool import execute_all, side_by_side
 
 
 def runs(folder, *overrides, seeds=(0, 1, 2)):
@@ -20,7 +22,7 @@ def runs(folder, *overrides, seeds=(0, 1, 2)):
 
 
 def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    monkeypatch.setattr(device, "ALL_THREADS", 2)
     one_by_one, together = runs(tmp_path / "a"), runs(tmp_path / "b")
     for run in one_by_one:
         assert execute(run) == "finished"
@@ -37,12 +39,12 @@ def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch
     [(1, "1", 1), (2, "1", 2), (8, "1", 3), (8, "4", 2), (8, "5", 1), (8, "null", 1)],
 )
 def test_as_many_at_once_as_the_cores_take(tmp_path, monkeypatch, cores, threads, expected):
-    monkeypatch.setattr(module, "ALL_THREADS", cores)
+    monkeypatch.setattr(device, "ALL_THREADS", cores)
     assert side_by_side(runs(tmp_path, f"threads={threads}")) == expected
 
 
 def test_smoke_runs_need_no_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    monkeypatch.setattr(device, "ALL_THREADS", 2)
     assert side_by_side(runs(tmp_path, "scale=smoke")) == 1
 
 
@@ -54,13 +56,13 @@ def test_threads_are_set_for_each_run(tmp_path):
         assert torch.get_num_threads() == 1
         (all_of_them,) = runs(tmp_path, "threads=null", seeds=[1])
         execute(all_of_them)
-        assert torch.get_num_threads() == module.ALL_THREADS
+        assert torch.get_num_threads() == device.ALL_THREADS
     finally:
         torch.set_num_threads(before)
 
 
 def test_an_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ALL_THREADS", 2)
+    monkeypatch.setattr(device, "ALL_THREADS", 2)
     with pytest.raises(Exception, match=r"optimizer=adashift is refused with"):
         execute_all(runs(tmp_path, "optimizer.n=2", "optimizer.m=3"), "refused")
     assert not list(tmp_path.rglob("run.json"))

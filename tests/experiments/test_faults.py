@@ -17,17 +17,19 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import execute as execution
-from experiments import figures
-from experiments import record as records
-from experiments.data import files, folder, mnist
+from benchmarks.kill_and_resume import record_of
+from experiments.data import files as data_files
+from experiments.data import folder, mnist
 from experiments.data.files import DataError
-from experiments.execute import execute
-from experiments.figures import draw
-from experiments.loop import Training
-from experiments.record import WriteError, read_info, read_metrics
-from experiments.runs import load_spec
-from experiments.torture import record_of
+from experiments.products import figures
+from experiments.products.figures import draw
+from experiments.products.specs import load_spec
+from experiments.records import files
+from experiments.records.files import WriteError
+from experiments.records.record import read_info, read_metrics
+from experiments.training import execute as execution
+from experiments.training.execute import execute
+from experiments.training.loop import Training
 from tests.experiments.killing import Killed, die_after, run_of
 
 CPU = torch.device("cpu")
@@ -100,7 +102,7 @@ def own_data(tmp_path, monkeypatch):
     """A copy of MNIST's files; no source has others."""
     raw = tmp_path / "data/MNIST/raw"
     raw.mkdir(parents=True)
-    for path in files.fetch(mnist.FILES).values():
+    for path in data_files.fetch(mnist.FILES).values():
         shutil.copy(path, raw)
     monkeypatch.setattr(mnist, "FILES", replace(mnist.FILES, sources=list))
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
@@ -156,13 +158,13 @@ def test_a_zip_bomb(tmp_path):
 
 
 def test_a_download_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_BYTES", 1_500_000)
+    monkeypatch.setattr(data_files, "MAX_BYTES", 1_500_000)
     with (
         Path("/dev/zero").open("rb") as endless,
         (tmp_path / "kept").open("wb") as file,
         pytest.raises(ValueError, match="more than 1,500,000 bytes"),
     ):
-        files.copy(endless, file)
+        data_files.copy(endless, file)
 
 
 # The disk
@@ -238,7 +240,7 @@ def test_two_writers_train_once(tmp_path):
         threading.Thread(target=lambda: ends.append(execute(run, announce=lines.append)))
         for _ in range(2)
     ]
-    with records.locked(run.folder):
+    with files.locked(run.folder):
         for thread in threads:
             thread.start()
         while sum("waiting for another process" in line for line in lines) < 2:

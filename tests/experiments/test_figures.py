@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.figures import Group, box_mean, curves
+from experiments.products.figures import Group, box_mean, curves
 
 
 @dataclass

@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from PIL import Image
 
 from adashift import AdaShift
-from experiments.config import CONF, ConfigError, build, compose
-from experiments.execute import execute
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF
 from experiments.models.gan import GAIN, Conv, Linear, Networks, Residual
-from experiments.runs import Run
+from experiments.records.run import Run
 from experiments.task import Step
 from experiments.tasks.gan import MaxGP, WassersteinGP, practise
+from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {

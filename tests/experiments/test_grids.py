@@ -11,20 +11,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import __main__ as cli
-from experiments import grids, runs
-from experiments.config import (
-    CONF,
-    ROOT,
-    ConfigError,
-    choices_of,
-    compose,
-    config_source,
-    expand,
-    sweep_points,
-)
-from experiments.execute import execute
-from experiments.grids import Rule, judge_search, write_grid
-from experiments.runs import Run, figures_using, load_spec
+from experiments.config.compose import compose, config_source, expand, sweep_points
+from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF, ROOT, choices_of
+from experiments.products import search_tables, specs
+from experiments.products.search_tables import Rule, judge_search, write_grid
+from experiments.products.specs import figures_using, load_spec
+from experiments.records.run import Run
+from experiments.training.execute import execute
 
 RULE = {"metric": "score", "best": "highest", "settings": ["lr", "betas", "n"], "along": "lr"}
 TABLE = """
@@ -244,12 +238,12 @@ def test_a_setting_that_two_sweeps_have_counts_once():
 def test_one_line_of_the_page_says_what_happened():
     rule = Rule(**RULE)
     lost = judge_search([fake(0.01, 1, 1, diverged={0}), fake(0.1, 1, 1, diverged={0, 1})], rule)
-    row = grids.chosen_row(lost, rule)
+    row = search_tables.chosen_row(lost, rule)
     assert row["our best"] == "none, all diverged" and row["diverged runs"] == "3 of 4"
     assert row["its score"] == "1 of 2 runs diverged"
-    won = grids.chosen_row(judge_search([PAPER, fake(0.1, 0.1, 0.1)], rule), rule)
+    won = search_tables.chosen_row(judge_search([PAPER, fake(0.1, 0.1, 0.1)], rule), rule)
     assert won["our best"].startswith("the paper's") and won["difference"] == "none"
-    other = grids.chosen_row(judge_search([PAPER, fake(0.1, 0.9, 0.8, n=10)], rule), rule)
+    other = search_tables.chosen_row(judge_search([PAPER, fake(0.1, 0.9, 0.8, n=10)], rule), rule)
     assert other["our best"] == "lr 0.1, betas (0, 0.999), n 10 (at the edge of the grid)"
 
 
@@ -260,7 +254,7 @@ def test_one_line_of_the_page_says_what_happened():
 def conf(tmp_path, monkeypatch):
     (tmp_path / "conf/table").mkdir(parents=True)
     (tmp_path / "conf/table/05.yaml").write_text(TABLE)
-    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(specs, "CONF", tmp_path / "conf")
 
 
 def words(tmp_path):
@@ -329,7 +323,7 @@ def test_a_slip_in_the_rule_is_named(tmp_path, conf):
     path = tmp_path / "conf/table/05.yaml"
     path.write_text(TABLE.replace("best: highest", "best: fastest"))
     with pytest.raises(ConfigError, match="best=fastest is refused"):
-        grids.rule_of(load_spec("table", "05"))
+        search_tables.rule_of(load_spec("table", "05"))
     path.write_text(TABLE.replace("sweeps: [lr]", "sweeps: [lrr]"))
     with pytest.raises(ConfigError, match="sweep=lrr is unknown"):
         load_spec("table", "05")

@@ -11,13 +11,15 @@ import torch
 from PIL import Image
 
 from adashift import AdaShift
-from experiments.config import ConfigError, build, compose
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
 from experiments.data import folder
 from experiments.data.files import DataError
-from experiments.execute import execute, length_of
-from experiments.loop import set_rates, train
-from experiments.runs import Run
+from experiments.records.run import Run
 from experiments.schedules import drops
+from experiments.training.execute import execute, length_of
+from experiments.training.loop import set_rates, train
 
 CPU = torch.device("cpu")
 EXPERIMENTS = [

@@ -5,13 +5,14 @@ import time
 
 import pytest
 
-from experiments import index, runs
-from experiments.config import compose
-from experiments.execute import execute
-from experiments.make import keep_index
-from experiments.runs import Run
+from experiments.config.compose import compose
+from experiments.products.make import keep_index
+from experiments.records import index
+from experiments.records.run import Run
+from experiments.training.execute import execute
 
 PAIR = ["experiment=counterexample_stochastic", "scale=smoke", "tracking=off"]
+PRODUCTS = ("figure-01", "table-01")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def file(tmp_path):
 
 def test_a_row_says_what_the_record_says(run, file):
     execute(run)
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], PRODUCTS)
     (row,) = index.read(file).values()
     assert tuple(row) == index.COLUMNS
     assert row["run"] == f"counterexample_stochastic/adam-{run.config.digest()}/seed=0"
@@ -44,44 +45,41 @@ def test_a_row_says_what_the_record_says(run, file):
 
 def test_a_run_made_elsewhere_stands(run, file, tmp_path):
     execute(run)
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], PRODUCTS)
     here = index.read(file)
     away = Run(run.config.model_copy(update={"results": tmp_path / "other"}))
     assert not away.done
-    index.update(file, "figure-01", [away])
+    index.update(file, "figure-01", [away], PRODUCTS)
     assert index.read(file) == here
-    index.update(file, "table-01", [away])
+    index.update(file, "table-01", [away], PRODUCTS)
     assert index.read(file)[index.name_of(run)]["serves"] == "figure-01 table-01"
 
 
 def test_what_is_not_trained_has_no_row(run, file):
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], PRODUCTS)
     assert not file.exists()
     execute(run)
-    index.update(file, "figure-01", [run, run.with_seed(1)])
+    index.update(file, "figure-01", [run, run.with_seed(1)], PRODUCTS)
     assert [row["status"] for row in index.read(file).values()] == ["finished"]
 
 
-def test_a_run_that_no_product_names_any_more_is_dropped(run, file, tmp_path, monkeypatch):
+def test_a_run_that_no_product_names_any_more_is_dropped(run, file):
     other = run.with_seed(1)
     execute(run), execute(other)
-    index.update(file, "figure-01", [run, other])
-    index.update(file, "table-01", [other])
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run, other], PRODUCTS)
+    index.update(file, "table-01", [other], PRODUCTS)
+    index.update(file, "figure-01", [run], PRODUCTS)
     serves = {row["seed"]: row["serves"] for row in index.read(file).values()}
     assert serves == {"0": "figure-01", "1": "table-01"}
-    (tmp_path / "conf/figure").mkdir(parents=True)
-    (tmp_path / "conf/figure/01.yaml").touch()
-    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")  # there is no table 1 in it
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], ["figure-01"])
     assert [row["seed"] for row in index.read(file).values()] == ["0"]
 
 
 def test_nothing_new_leaves_the_file_alone(run, file):
     execute(run)
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], PRODUCTS)
     before = file.stat().st_mtime_ns
-    index.update(file, "figure-01", [run])
+    index.update(file, "figure-01", [run], PRODUCTS)
     assert file.stat().st_mtime_ns == before
 
 

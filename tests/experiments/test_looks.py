@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from experiments.config import CONF
-from experiments.looks import OF_OTHERS, label_of, looks_of, mixed, styles
+from experiments.config.paths import CONF
+from experiments.products.style import OF_OTHERS, label_of, looks_of, mixed, styles
 
 # Machado, Oliveira, Fernandes 2009, full severity, on linear RGB.
 EYES = {

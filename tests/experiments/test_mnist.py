@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from adashift import AdaShift
-from experiments.config import build, compose
+from experiments.config.build import build
+from experiments.config.compose import compose
 from experiments.data import files, mnist
-from experiments.execute import execute
-from experiments.runs import Run
+from experiments.records.run import Run
 from experiments.tasks.mnist import LinearClassifier
+from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
 EXPERIMENTS = ["mnist_lr", "mnist_mlp"]

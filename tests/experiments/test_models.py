@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.config import ConfigError, build
+from experiments.config.build import build
+from experiments.config.errors import ConfigError
 from experiments.models.densenet import DenseBlock, DenseNet
 from experiments.models.resnet import Block, PreActResNet
 

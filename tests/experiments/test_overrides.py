@@ -14,8 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from experiments.config import PARTS, choices_of, compose
-from experiments.runs import leaves, typed
+from experiments.config.compose import compose
+from experiments.config.paths import choices_of
+from experiments.config.schema import PARTS, leaves
+from experiments.records.run import typed
 
 with pytest.MonkeyPatch.context() as environment:  # it changes it, for itself alone
     environment.setenv("HYDRA_FULL_ERROR", "")

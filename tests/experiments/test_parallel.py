@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import parallel
-from experiments.config import ROOT, ConfigError, compose
-from experiments.execute import checkpoint_of, execute
-from experiments.runs import Run
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import ROOT
+from experiments.records.run import Run
+from experiments.training import collectives
+from experiments.training.execute import checkpoint_of, execute
 
 # SGD: Adam makes steps of the rounding errors that are the gradient of a bias before a batch norm.
 WORDS = ["experiment=resnet_cifar10", "optimizer=sgd", "scale=smoke", "tracking=off", "steps=20"]
@@ -71,8 +73,8 @@ def test_a_rank_that_torchrun_has_not_given_means_nothing(tmp_path, monkeypatch)
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch, words, count, message):
-    monkeypatch.setattr(parallel, "size", lambda: count)
-    monkeypatch.setattr("experiments.execute.size", lambda: count)
+    monkeypatch.setattr(collectives, "size", lambda: count)
+    monkeypatch.setattr("experiments.training.execute.size", lambda: count)
     run = Run(compose([*words, "scale=smoke", f"results={tmp_path}", "tracking=off"]))
     with pytest.raises(ConfigError, match=message):
         execute(run)

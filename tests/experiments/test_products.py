@@ -11,11 +11,15 @@ import pytest
 from PIL import Image
 
 from experiments import __main__ as cli
-from experiments import looks, make, runs
-from experiments.config import CONF, ROOT, ConfigError, compose
-from experiments.execute import execute
-from experiments.record import hash_metrics
-from experiments.runs import Run, load_spec, specs
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF, ROOT
+from experiments.products import make, style
+from experiments.products import specs as specs_module
+from experiments.products.specs import load_spec, specs
+from experiments.records.record import hash_metrics
+from experiments.records.run import Run
+from experiments.training.execute import execute
 
 TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
 
@@ -97,7 +101,7 @@ def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
 
 def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path):
     """The scale stands on the face of the figure, in a colour that nothing else has."""
-    from experiments.figures import draw
+    from experiments.products.figures import draw
 
     ask(results, "figure", "1")
     with Image.open(results / "figures/figure-01-smoke.png") as image:
@@ -166,7 +170,7 @@ claims:
 def test_a_table_puts_the_papers_number_beside_ours(results, tmp_path, monkeypatch, capsys):
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "01.yaml").write_text(TABLE)
-    monkeypatch.setattr(runs, "CONF", tmp_path)
+    monkeypatch.setattr(specs_module, "CONF", tmp_path)
     ask(results, "table", "1")
     table = pd.read_csv(results / "tables/table-01-smoke.csv")
     groups = load_spec("table", "01").expand([f"results={results}", "scale=smoke", "tracking=off"])
@@ -259,7 +263,7 @@ def test_a_picture_is_drawn_again_when_its_style_changes(results, capsys, monkey
     picture = results / "figures/figure-01-smoke.png"
     first = picture.read_bytes()
     with monkeypatch.context() as m:
-        m.setattr(looks, "color_of", lambda optimizer: "#123456")
+        m.setattr(style, "color_of", lambda optimizer: "#123456")
         ask(results, "figure", "1")
     assert picture.read_bytes() != first
     ask(results, "figure", "1")

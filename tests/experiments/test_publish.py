@@ -11,11 +11,15 @@ import pandas as pd
 import pytest
 
 from experiments import __main__ as cli
-from experiments import archive, publish, record, runs
-from experiments.agreement import compare
-from experiments.archive import Published
-from experiments.config import ROOT, ConfigError, compose
-from experiments.runs import Run, all_runs, load_spec
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import ROOT
+from experiments.products import publish, specs
+from experiments.products.specs import load_spec
+from experiments.records import archive, provenance, record
+from experiments.records.agreement import compare
+from experiments.records.archive import Published
+from experiments.records.run import Run, all_runs, cached_config
 
 SMALL = "[experiment=counterexample_stochastic, steps=400, log_every=40, task.warm_up=10]"
 FIGURE = f"""
@@ -24,7 +28,8 @@ seeds: 3
 base: {SMALL}
 runs: {{adam: [optimizer=adam], adashift: [optimizer=adashift]}}
 panels:
-  - {{title: (a) θ, draw: experiments.figures.curves, metric: theta, runs: [adam, adashift]}}
+  - {{title: (a) θ, draw: experiments.products.figures.curves, metric: theta,
+      runs: [adam, adashift]}}
 claims:
   - {{id: F1a, place: here, text: It is one., metric: v, parts: [{{left: adam, relation: above}}]}}
 """
@@ -44,8 +49,8 @@ def lab(tmp_path, monkeypatch, capsys):
     for kind, name, text in (("figure", "01", FIGURE), ("claim", "theory", CLAIMS)):
         (tmp_path / "conf" / kind).mkdir(parents=True)
         (tmp_path / "conf" / kind / f"{name}.yaml").write_text(text)
-    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")
-    monkeypatch.setattr(record, "commit", lambda: "0123456789abcdef")
+    monkeypatch.setattr(specs, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(provenance, "commit", lambda: "0123456789abcdef")
     words = [f"results={tmp_path / 'results'}", f"published={tmp_path / 'published'}"]
 
     def ask(*more):
@@ -180,7 +185,7 @@ def test_runs_of_code_that_no_commit_has_are_refused(lab, monkeypatch, commit):
     lab("publish")
     before = contents(lab.published)
     with monkeypatch.context() as m:
-        m.setattr(record, "commit", lambda: commit)
+        m.setattr(provenance, "commit", lambda: commit)
         lab("claims")  # trains the runs of the claims
         with pytest.raises(ConfigError, match="before you publish"):
             lab("publish")
@@ -205,15 +210,17 @@ def test_a_publication_that_fails_half_way_changes_nothing(lab, monkeypatch):
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from experiments import __main__ as cli, publish, record, runs
-runs.CONF = Path(sys.argv[1])
-record.commit = lambda: "0123456789abcdef"
-write = record.write_bytes
+from experiments import __main__ as cli
+from experiments.products import publish, specs
+from experiments.records import files, provenance
+specs.CONF = Path(sys.argv[1])
+provenance.commit = lambda: "0123456789abcdef"
+write = files.write_bytes
 def slowly(path, content):
     write(path, content)
     print("wrote", flush=True)
     time.sleep(0.2)
-record.write_bytes = slowly
+files.write_bytes = slowly
 cli.main(["publish", *sys.argv[2:]])
 """
 
@@ -317,7 +324,7 @@ def test_verify_says_that_conf_has_changed_since(lab, monkeypatch):
     lab("publish")
     plain = compose
     other = lambda words: plain([*words, "optimizer.lr=0.123"])  # noqa: E731
-    monkeypatch.setattr("experiments.verify.compose", other)
+    monkeypatch.setattr("experiments.products.verify.compose", other)
     with pytest.raises(ConfigError, match="conf/ has changed since"):
         lab("verify")
 
@@ -379,11 +386,11 @@ def test_a_publication_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, mo
     lab("figure", "1", "scale=laptop")
     lab("publish")
     first = contents(lab.published)
-    runs.cached_config.cache_clear()
-    monkeypatch.setattr("experiments.config.has_gpu", lambda: True)
+    cached_config.cache_clear()
+    monkeypatch.setattr("experiments.config.compose.has_gpu", lambda: True)
     assert "0 runs added to the records, 0 that" in lab("publish")
     assert contents(lab.published) == first
-    runs.cached_config.cache_clear()
+    cached_config.cache_clear()
 
 
 def test_a_published_run_that_is_used_is_not_called_unpublished(lab):

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from adashift import AdaShift
-from experiments.config import ConfigError, build, compose
-from experiments.execute import execute, make_optimizers
-from experiments.figures import Group, curves
-from experiments.runs import Run
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.products.figures import Group, curves
+from experiments.products.summaries import tail_log10
+from experiments.records.run import Run
 from experiments.schedules import exponential, linear
-from experiments.statistics import tail_log10
 from experiments.task import Step
 from experiments.tasks.quadratic import LevenbergMarquardt, damped_solution, singular_values
+from experiments.training.execute import execute, make_optimizers
 
 CPU = torch.device("cpu")
 EXPERIMENTS = [

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments import record as records
-from experiments.config import ConfigError, compose
-from experiments.execute import execute
-from experiments.record import Record, decide_mode, logged_in, read_info, read_metrics
-from experiments.runs import Run
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.products.specs import figures_using
+from experiments.records import tracking
+from experiments.records.record import Record, read_info, read_metrics
+from experiments.records.run import Run
+from experiments.records.tracking import decide_mode, logged_in
+from experiments.training.execute import execute
 
 PAIR = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=smoke"]
 
@@ -181,7 +184,7 @@ def offline_file(results: Path) -> Path:
 
 def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
     run = request(tmp_path, "tracking=offline")
-    execute(run)
+    execute(run, tags=figures_using)
     messages = finished_wandb(tmp_path)
     (about,) = (m.run for m in messages if m.HasField("run"))
     assert about.project == "adashift"
@@ -207,7 +210,7 @@ def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
 
     Image.new("RGB", (8, 8)).save(tmp_path / "figure.png")
     config = compose(["tracking=offline", f"results={tmp_path}"])
-    records.publish_figure(config, "figure-01", tmp_path / "figure.png")
+    tracking.publish_figure(config, "figure-01", tmp_path / "figure.png")
     rows = [plain(m.history.item) for m in finished_wandb(tmp_path) if m.HasField("history")]
     assert rows[0]["figure-01/_type"] == "image-file" and rows[0]["figure-01/width"] == 8
 

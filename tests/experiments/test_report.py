@@ -11,9 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import index
-from experiments.config import ROOT
-from experiments.report import (
+from experiments.config.paths import ROOT
+from experiments.products.report import (
     as_html,
     duration,
     load_products,
@@ -22,6 +21,7 @@ from experiments.report import (
     tally,
     write_report,
 )
+from experiments.records import index
 
 LIBRARY = importlib.util.spec_from_file_location("browser", ROOT / "tests/browser.py")
 browser = importlib.util.module_from_spec(LIBRARY)
@@ -68,7 +68,7 @@ def test_a_curve_that_never_had_a_number_is_no_hole_in_the_page():
 def test_a_report_needs_neither_torch_nor_wandb():
     code = (
         "import sys; from pathlib import Path\n"
-        "from experiments.report import render, load_products\n"
+        "from experiments.products.report import render, load_products\n"
         f"load_products((Path({str(PUBLISHED)!r}), ''))\n"
         "assert not {'torch', 'wandb'} & sys.modules.keys()"
     )

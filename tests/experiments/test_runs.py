@@ -4,9 +4,12 @@ import shlex
 
 import pytest
 
-from experiments import runs
-from experiments.config import CONF, ConfigError, compose
-from experiments.runs import Run, Spec, figures_using, load_spec
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF
+from experiments.products import specs
+from experiments.products.specs import Spec, figures_using, load_spec
+from experiments.records.run import Run
 
 OWN = ["experiment=mnist_lr", "optimizer=own", "optimizer._target_=torch.optim.SGD", "steps=20"]
 OWN += ["optimizer.lr=0.01"]
@@ -67,7 +70,7 @@ def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness()
 
 
 def test_a_figure_that_is_not_built_says_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.runs.CONF", tmp_path)
+    monkeypatch.setattr("experiments.products.specs.CONF", tmp_path)
     with pytest.raises(
         ConfigError, match=r"figure 7 is not built yet: conf/figure/07.yaml is missing"
     ):
@@ -77,14 +80,14 @@ def test_a_figure_that_is_not_built_says_what_is_missing(tmp_path, monkeypatch):
 def test_a_slip_in_a_spec_is_named(tmp_path, monkeypatch):
     (tmp_path / "figure").mkdir()
     (tmp_path / "figure" / "01.yaml").write_text("title: x\nseeds: 1\nruns: {}\npanls: []\n")
-    monkeypatch.setattr(runs, "CONF", tmp_path)
+    monkeypatch.setattr(specs, "CONF", tmp_path)
     with pytest.raises(ConfigError, match="panls"):
         load_spec("figure", "01")
 
 
 @pytest.mark.parametrize("kind", ["figure", "table", "claim"])
 def test_every_spec_of_conf_composes_and_its_names_are_known(kind):
-    for path in runs.specs(kind):
+    for path in specs.specs(kind):
         spec = load_spec(kind, path.stem)
         groups = spec.expand(["scale=smoke"])
         used = [name for panel in spec.panels for name in panel["runs"]] + spec.once

@@ -6,11 +6,14 @@ import shlex
 import pytest
 
 from experiments import __main__ as cli
-from experiments import runs, status
-from experiments.config import ConfigError, compose
-from experiments.execute import execute, execute_all
-from experiments.record import locked
-from experiments.runs import Run, load_spec
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.products import specs, status
+from experiments.products.specs import load_spec
+from experiments.records.files import locked
+from experiments.records.run import Run
+from experiments.training.execute import execute
+from experiments.training.pool import execute_all
 
 SPEC = """
 title: Figure 1. A test
@@ -25,7 +28,7 @@ def ask(tmp_path, monkeypatch, capsys):
     """The status of a small figure, as lines; `ask.runs` are its runs."""
     (tmp_path / "figure").mkdir()
     (tmp_path / "figure/01.yaml").write_text(SPEC)
-    monkeypatch.setattr(runs, "CONF", tmp_path)
+    monkeypatch.setattr(specs, "CONF", tmp_path)
     words = [f"results={tmp_path / 'results'}", "scale=smoke", "tracking=off"]
 
     def ask(*names):

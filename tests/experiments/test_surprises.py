@@ -2,8 +2,9 @@
 
 import torch
 
-from experiments.config import build, compose
-from experiments.execute import make_optimizers
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.training.execute import make_optimizers
 
 
 def first_steps(optimizer, count, *words):

@@ -7,11 +7,15 @@ import sys
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
-from experiments.config import ROOT, ConfigError, compose
-from experiments.execute import execute
-from experiments.record import KILLED, WriteError, locked
-from experiments.runs import Run, load_spec
-from experiments.status import lines_of
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.config.paths import ROOT
+from experiments.products.specs import load_spec
+from experiments.products.status import lines_of
+from experiments.records.files import WriteError, locked
+from experiments.records.record import KILLED
+from experiments.records.run import Run
+from experiments.training.execute import execute
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 

@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 
 from experiments import __main__ as cli
-from experiments.claims import claims_of, needed
-from experiments.config import ConfigError
-from experiments.runs import Spec, load_spec, parse_spec
-from experiments.tables import write_table
+from experiments.config.errors import ConfigError
+from experiments.products.claims import claims_of, needed
+from experiments.products.specs import Spec, load_spec, parse_spec
+from experiments.products.tables import write_table
 
 SMALL = ["scale=smoke", "tracking=off"]
 CORRELATIONS = ["01", "02", "03", "04"]

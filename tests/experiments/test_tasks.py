@@ -10,7 +10,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from adashift import AdaShift, theory
 from adashift.trajectory import chain_of
-from experiments.loop import train
 from experiments.task import Step, Stretch, Task
 from experiments.tasks import counterexample, lemmas
 from experiments.tasks.beta_grid import (
@@ -32,6 +31,7 @@ from experiments.tasks.lemmas import (
     NetUpdateFactor,
     printed_critical_c,
 )
+from experiments.training.loop import train
 
 CPU = torch.device("cpu")
 BOX = (-1.0, 1.0)

@@ -6,12 +6,12 @@ import sys
 
 import pandas as pd
 
-from experiments.config import ROOT
-from experiments.torture import MOMENTS, PROBLEMS, QUICK, summary
+from benchmarks.kill_and_resume import MOMENTS, PROBLEMS, QUICK, summary
+from experiments.config.paths import ROOT
 
 
 def test_killed_runs_are_continued_to_the_same_record(tmp_path):
-    command = [sys.executable, "-m", "experiments.torture", "--quick", "--results", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--quick", "--results", tmp_path]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

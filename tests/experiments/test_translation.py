@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from adashift import AdaShift
-from experiments.config import ConfigError, build, compose
+from experiments.config.build import build
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
 from experiments.data import files, translation
 from experiments.data.batches import generator
 from experiments.data.files import DataError
@@ -30,14 +32,14 @@ from experiments.data.text import (
     read_pairs,
 )
 from experiments.data.translation import generate_sentences, load_multi30k, load_sentences
-from experiments.execute import execute
-from experiments.loop import train
 from experiments.models.beam import search
 from experiments.models.seq2seq import Translator
-from experiments.runs import Run
+from experiments.records.run import Run
 from experiments.schedules import halvings
 from experiments.task import Step
 from experiments.tasks.translation import Translation, TranslationTrainer, bleu
+from experiments.training.execute import execute
+from experiments.training.loop import train
 
 CPU = torch.device("cpu")
 WORDS = {"source_words": 11, "target_words": 9}

@@ -1,0 +1,223 @@
+"""From command-line overrides to the resolved config of one run, by Hydra."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.config.errors import ConfigError, one_line_errors, shown
+from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
+from experiments.config.paths import CONF, ROOT, choices_of
+from experiments.config.schema import PARTS, Config, leaves
+
+
+def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
+    """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
+    value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+    return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve wants nodes
+
+
+OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
+
+OmegaConf.register_new_resolver("root", lambda: str(ROOT), replace=True)
+
+OmegaConf.register_new_resolver("choices", lambda group: " ".join(choices_of(group)), replace=True)
+
+OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
+
+OmegaConf.register_new_resolver("cores_of_a_job", lambda threads: threads or 1, replace=True)
+
+OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), replace=True)
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The config of one run, from overrides as typed on the command line of `run.py`.
+
+    >>> compose(["experiment=counterexample_stochastic", "optimizer=adam"]).steps
+    10000000
+    """
+    with one_line_errors(), config_source() as loader:
+        words = [parsed(word) for word in overrides]
+        loader.validate_sweep_overrides_legal(words, RunMode.RUN, from_shell=False)
+        groups = [word for word in words if chooses_a_file(word, loader)]
+        chosen, choices = choose(tuple(str(word.input_line) for word in groups))
+        cfg = copy.deepcopy(chosen)
+        values = [word for word in words if word not in groups]
+        loader._apply_overrides_to_config(values, cfg)
+        return resolve(cfg, choices)
+
+
+class Files(CachingConfigRepository):
+    """The files of conf/, each of which is parsed once in a process."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        return copy.deepcopy(super().load_config(config_path))  # Hydra merges into what it is given
+
+
+FILES: dict[Path, Files] = {}
+
+
+@cache
+def parsed(word: str) -> Override:
+    return OverridesParser.create().parse_overrides([word])[0]
+
+
+def chooses_a_file(word: Override, loader: ConfigLoaderImpl) -> bool:
+    """Whether an override names a file of conf/, as optimizer=adam does."""
+    return loader.repository.group_exists(word.key_or_group) and not isinstance(word.value(), dict)
+
+
+@cache
+def choose(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """What the chosen files say, and which they are.
+
+    Hydra's own `compose` loads its settings of logging and launching each time, which takes
+    eight times as long, and a figure or a status composes hundreds of runs.
+    """
+    with config_source() as loader:
+        files = FILES.setdefault(CONF, Files(loader.repository))
+        words = [parsed(word) for word in groups]
+        defaults = create_defaults_list(
+            files, "config", words, prepend_hydra=False, skip_missing=False
+        )
+        cfg = loader._compose_config_from_defaults_list(defaults.defaults, files)
+        OmegaConf.set_struct(cfg, True)
+        return cfg, defaults.overrides.known_choices
+
+
+@cache
+def sweep_points(name: str) -> list[list[str]]:
+    """The overrides of every run of `run.py -m sweep=<name>`.
+
+    >>> sweep_points("lr")[0]
+    ['optimizer.lr=0.0001']
+    """
+    path = CONF / "sweep" / f"{name}.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"sweep={name} is unknown: choose one of {', '.join(choices_of('sweep'))}"
+        )
+    with one_line_errors():
+        sweeper = OmegaConf.load(path).sweeper
+        params = [f"{key}={values}" for key, values in sweeper.get("params", {}).items()]
+        return expand(params, sweeper.get("points", []))
+
+
+def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
+    """The overrides of every run: each point with the product of all that the words list.
+
+    >>> expand(["seed=0,1"], ["optimizer.n=5 optimizer.m=1", "optimizer.n=9 optimizer.m=2"])[1]
+    ['optimizer.n=5', 'optimizer.m=1', 'seed=1']
+    """
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    (product,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [[*shlex.split(point), *rest] for point in points or [""] for rest in product]
+
+
+@contextmanager
+def config_source() -> Iterator[ConfigLoaderImpl]:
+    """Hydra's loader of conf/, which is already open inside run.py."""
+    if GlobalHydra.instance().is_initialized():
+        yield cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
+        return
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
+
+
+def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
+    """Fill in names and scale, check every type and range; `cfg` is changed."""
+    OmegaConf.set_struct(cfg, False)
+    if (several := cfg.pop("runs", None)) is not None:
+        raise ConfigError(f"runs={several} is more than one run: it needs run.py -m")
+    cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
+    if cfg.scale == "auto":
+        # Published results are the same everywhere, whatever this machine could train.
+        cfg.scale = "paper" if has_gpu() and cfg.records != "published" else cfg.cpu_scale
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    refuse_missing(values)
+    values["results"] = folder_of("results", values["results"], ROOT / "results")
+    values["published"] = folder_of("published", values["published"], ROOT / "results/published")
+    move_parts(values)
+    config = Config.model_validate(values)
+    check_ranges(config.optimizer)
+    return config
+
+
+def move_parts(values: dict[Any, Any]) -> None:
+    """Put the parts of the task where they belong."""
+    for part in PARTS:
+        if part not in values:
+            continue
+        if part in values["task"]:
+            raise ConfigError(f"task.{part} is an unknown key: {part} stands at the top, {part}.…=")
+        values["task"][part] = values.pop(part)
+
+
+def folder_of(key: str, given: Any, usual: Path) -> Path:
+    """The folder that the user names, relative to the current one; else the usual one."""
+    if given is None:
+        return usual
+    if not str(given).strip():
+        raise ConfigError(f"{key}= is empty: name a folder, or leave it out")
+    return Path(str(given)).expanduser().absolute()
+
+
+def refuse_missing(values: dict[Any, Any]) -> None:
+    missing = sorted(key for key, value in leaves(values).items() if value == "???")
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} has no value: there is no conf/tuned/{values['experiment']}/"
+            f"{values['optimizer_name']}.yaml that sets it; add that file or pass {missing[0]}=…"
+        )
+
+
+# What every optimizer agrees on, so that the message can name the key and the cure; whatever else
+# an optimizer refuses is reported in its own words.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda x: x >= 0, "a number that is 0 or more"),
+    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1)"),
+    "eps": (lambda x: x >= 0, "a number that is 0 or more"),
+    "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
+    "n": (lambda x: x >= 1, "a whole number that is 1 or more"),
+}
+
+LARGEST = (
+    1e20  # torch cannot multiply a float32 tensor by what is far above; the rest is for 1/(1−β)
+)
+
+
+def check_ranges(optimizer: dict[str, Any]) -> None:
+    for name, value in optimizer.items():
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(x, int | float) and not abs(x) <= LARGEST for x in parts):
+            raise ConfigError(
+                f"optimizer.{name}={shown(value)} is refused: give a number up to {LARGEST:g}"
+            )
+    for name, (fits, wanted) in RANGES.items():
+        value = optimizer.get(name)
+        if value is None:
+            continue
+        try:
+            good = fits(value)
+        except TypeError:
+            good = False
+        if not good:
+            raise ConfigError(f"optimizer.{name}={shown(value)} is refused: give {wanted}")

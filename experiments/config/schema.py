@@ -1,0 +1,110 @@
+"""The typed config of one run, and the part of it that identifies the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+)
+
+# Parts of a task that stand at the top of the config, short to type: data.limit=2000.
+PARTS = ("data", "model", "trainer")
+
+# What a config node becomes when it is called, and nothing else, makes two runs the same run.
+OUTSIDE_IDENTITY = {
+    "seed", "device", "threads", "tracking", "results", "published", "records", "force",
+    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic",
+}  # fmt: skip
+
+# The keys of a node that are not arguments of its class or function. `_version_` is ours: raise it
+# when the code computes other numbers, so that runs of the old code are not taken for new ones.
+FLAGS: dict[str, Any] = {
+    "_target_": str,
+    "_version_": PositiveInt,
+    "_partial_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_recursive_": bool,
+}
+
+
+class Tracking(BaseModel):
+    """Where W&B keeps its copy of the record."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["auto", "online", "offline", "off"]
+    project: str
+    entity: str | None
+
+
+class Config(BaseModel):
+    """One training run, resolved: every number in it is the number that is used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    experiment: str
+    optimizer_name: str
+    scale: Literal["paper", "laptop", "smoke"]
+    cpu_scale: Literal["paper", "laptop"]
+    cpu_threads: PositiveInt | None = None  # what an experiment asks for; `threads` is what it gets
+    steps: PositiveInt | None  # None: what the task says, which counts in epochs
+    log_every: PositiveInt | None  # None: every epoch
+    schedule: dict[str, Any] | None = None  # a factor of the learning rate; None: 1
+    task: dict[str, Any]
+    optimizer: dict[str, Any]
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+    threads: Annotated[int, Field(ge=1, le=256)] | None  # of a CPU; None: all
+    tracking: Tracking
+    results: Path
+    published: Path
+    records: Literal["own", "published", "all"]
+    force: bool
+    checkpoint_every: NonNegativeFloat  # seconds
+    deterministic: bool | None = None  # None: on a CPU, where it costs nothing
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the config that decides what comes out."""
+        values = self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
+        return {key: value for key, value in values.items() if value is not None}
+
+    def digest(self) -> str:
+        text = json.dumps(canonical(self.identity()), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def canonical(node: Any) -> Any:
+    """What two nodes have in common if they describe the same thing.
+
+    A class or function counts by its name and version: a module can move and keep its runs.
+    0 and 0.0 are the same setting.
+
+    >>> canonical({"_target_": "torch.optim.Adam", "_partial_": True, "lr": 1})
+    {'_target_': 'Adam', '_version_': 1.0, 'lr': 1.0}
+    """
+    if isinstance(node, dict):
+        settings = {key: canonical(value) for key, value in node.items() if key not in FLAGS}
+        if "_target_" not in node:
+            return settings
+        name = str(node["_target_"]).rpartition(".")[2]
+        version = canonical(node.get("_version_", 1))
+        return {"_target_": name, "_version_": version, **settings}
+    if isinstance(node, list):
+        return [canonical(value) for value in node]
+    exact = isinstance(node, int) and not isinstance(node, bool) and abs(node) < 2**53
+    return float(node) if exact else node
+
+
+def leaves(node: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        inner = isinstance(value, dict)
+        flat |= leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat

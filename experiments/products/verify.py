@@ -1,0 +1,64 @@
+"""`make verify`: trains the cheapest published run of every experiment again, and compares them."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.config.compose import compose
+from experiments.config.errors import ConfigError
+from experiments.records import archive
+from experiments.records.agreement import DIFFERENT, compare
+from experiments.records.archive import Published
+from experiments.records.run import Run, given
+from experiments.training.pool import execute_all
+
+COLUMNS = ("experiment", "run", "published, s", "here, s", "agreement")
+
+
+def verify(overrides: Sequence[str]) -> bool:
+    """Print a table of how the runs compare; return whether none differs."""
+    published = compose(overrides).published
+    cheapest = [cheapest_of(published, name) for name in archive.experiments(published)]
+    if not cheapest:
+        raise ConfigError(f"{published / 'records'} has no published records to compare with")
+    with tempfile.TemporaryDirectory(prefix="adashift-verify-") as folder:
+        words = [*overrides, given("results", folder, "")]
+        runs = [repeated(run, words) for run in cheapest]
+        execute_all(runs, "verify")
+        rows = [COLUMNS, *map(row_of, runs, cheapest)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return not any(row[-1].startswith(DIFFERENT) for row in rows)
+
+
+def cheapest_of(published: Path, experiment: str) -> Published:
+    """The shortest run; if there are any, of a setting whose spread is known from three seeds."""
+    runs = archive.load(published, experiment)
+    seeds = Counter(name.split("/")[0] for name in runs)
+
+    def cost(name: str) -> tuple[bool, float]:
+        return seeds[name.split("/")[0]] < 3, float(runs[name].info["seconds"])
+
+    return runs[min(runs, key=cost)]
+
+
+def repeated(run: Published, overrides: Sequence[str]) -> Run:
+    """The same run, to be trained in another folder."""
+    words = shlex.split(run.info["command"])[2:]
+    found = Run(compose([*words, *overrides, "records=own", "tracking=off"]))
+    if found.entry != run.info["run"]:
+        raise ConfigError(
+            f"{run.info['run']} is published, but its command now makes {found.setting}: "
+            "conf/ has changed since; publish it again"
+        )
+    return found
+
+
+def row_of(run: Run, published: Published) -> tuple[str, ...]:
+    seconds = (f"{info['seconds']:.1f}" for info in (published.info, run.info))
+    return run.config.experiment, run.entry, *seconds, str(compare(run))

@@ -1,0 +1,111 @@
+"""The index of runs, runs.csv: what was trained, where, how it ended, which products it serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.records.files import write_text
+from experiments.records.run import Run
+
+Rows = dict[str, dict[str, str]]
+COLUMNS = (
+    "run", "experiment", "optimizer", "settings", "scale", "seed", "status", "seconds", "metrics",
+    "started", "commit", "machine", "versions", "records", "serves", "command",
+)  # fmt: skip
+WITHOUT = "no"  # records: a row that was published before records were
+
+
+def update(path: Path, product: str, runs: Sequence[Run], products: Collection[str]) -> None:
+    """Bring the rows of a product's runs up to date; `product` is one of `products`: figure-03."""
+    before = read(path)
+    rows = released(before, {*products} - {product})
+    for run in runs:
+        name = name_of(run)
+        if run.done:
+            rows[name] = row_of(run) | {"serves": rows.get(name, {}).get("serves", "")}
+        if name in rows:
+            rows[name] = serving(rows[name], product)
+    rows = {name: row for name, row in rows.items() if row["serves"]}
+    if rows != before:
+        write(path, rows)
+
+
+def name_of(run: Run) -> str:
+    """Which run it is: its folder below results/runs."""
+    return f"{run.config.experiment}/{run.entry}"
+
+
+def released(rows: Rows, products: Collection[str]) -> Rows:
+    """The rows as they serve these products alone."""
+    return {
+        name: row | {"serves": " ".join(p for p in row["serves"].split() if p in products)}
+        for name, row in rows.items()
+    }
+
+
+def serving(row: dict[str, str], product: str) -> dict[str, str]:
+    return row | {"serves": " ".join(sorted({*row["serves"].split(), product}))}
+
+
+def row_of(run: Run) -> dict[str, str]:
+    """The row of a run that is done."""
+    config, info = run.config, run.info
+    machine, versions = info["machine"], info["versions"]
+    return {
+        "run": name_of(run),
+        "experiment": config.experiment,
+        "optimizer": config.optimizer_name,
+        "settings": settings(config.optimizer),
+        "scale": config.scale,
+        "seed": str(config.seed),
+        "status": run.status,
+        "seconds": f"{info['seconds']:.1f}",
+        "metrics": last_metrics(run.metrics()),
+        "started": info["started"],
+        "commit": shortened(info["commit"]),
+        "machine": f"{machine['processor']}, {machine['cores']} cores",
+        "versions": f"Python {machine['python']}, torch {versions['torch']}",
+        "records": "yes",
+        "command": info["command"],
+    }
+
+
+def shortened(commit: str | None) -> str:
+    """Twelve digits, and the mark of a changed checkout."""
+    digits, _, mark = str(commit).partition("-")
+    return digits[:12] + (f"-{mark}" if mark else "")
+
+
+def settings(optimizer: Mapping[str, Any]) -> str:
+    """lr=0.01 betas=[0,0.999] n=1"""
+    given = {k: v for k, v in optimizer.items() if not k.startswith("_") and v is not None}
+    return " ".join(f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in given.items())
+
+
+def last_metrics(metrics: pd.DataFrame, most: int = 8) -> str:
+    """The last number of each metric, of the first few if there are many."""
+    ends = {name: metrics[name].dropna() for name in metrics.columns if name != "step"}
+    words = [f"{name}={values.iloc[-1]:.5g}" for name, values in ends.items() if len(values)]
+    return " ".join([f"step={metrics['step'].iloc[-1]}", *words[:most]])
+
+
+def read(path: Path) -> Rows:
+    return read_rows(path, "run")
+
+
+def read_rows(path: Path, key: str) -> Rows:
+    """A csv as texts, by the column that names its rows; empty if there is none."""
+    if not path.exists():
+        return {}
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    return {str(r[key]): {str(k): str(v) for k, v in r.items()} for r in table.to_dict("records")}
+
+
+def write(path: Path, rows: Rows) -> None:
+    ordered = [rows[name] for name in sorted(rows)]
+    write_text(path, pd.DataFrame(ordered, columns=COLUMNS).to_csv(index=False))

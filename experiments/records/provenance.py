@@ -1,0 +1,67 @@
+"""Where a number comes from: commit, machine and package versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.config.paths import ROOT
+
+if TYPE_CHECKING:
+    pass
+
+
+PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the code that runs, marked if the code differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changes = [*git, "status", "--porcelain", "--", ":!results"]
+        dirty = subprocess.run(changes, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("-dirty" if dirty.strip() else "")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "processor": processor(),  # its kernels decide the last digits
+        "cores": os.cpu_count(),
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),  # of this run, by torchrun
+        "python": sys.version.split()[0],
+    }
+
+
+@cache
+def processor() -> str:
+    """AMD EPYC 7B13"""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+@cache
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,193 @@
+"""Record: what a run leaves behind, metrics.csv and run.json.
+
+The csv is the truth; trackers get a copy of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import pandas as pd
+
+from experiments.config.schema import Config
+
+if TYPE_CHECKING:
+    pass
+from experiments.records import provenance
+from experiments.records.files import is_locked, remove_drafts, told, write_bytes, write_text
+from experiments.records.tracking import Mirror
+
+FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
+
+METRICS, INFO = "metrics.csv", "run.json"
+
+KILLED = "its process was ended from outside; was there memory enough?"
+
+COLUMNS = ("step", "metric", "value")
+
+
+class Record:
+    """The append-only log of one run, as a context that always says how it ended.
+
+    >>> with Record(folder, config) as record:
+    ...     record.log(100, {"theta": -0.5})
+    ...     record.status = "finished"
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
+        self.status, self.step = "interrupted", 0
+        self.files: dict[str, bytes] = {}
+        self.about: dict[str, Any] = {}  # what else run.json is to say
+
+    def __enter__(self) -> Self:
+        self.started, self.begun = time.time(), time.monotonic()
+        self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_drafts(self.folder)
+        if not is_final(self.folder):
+            self.write_info("running")
+        # A draft of its own: a finished record stays whole until another one is finished.
+        self.draft = self.folder / f".{METRICS}"
+        self.file = self.draft.open("w+", newline="")
+        self.rows = csv.writer(self.file, lineterminator="\n")
+        self.rows.writerow(COLUMNS)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was written so far: a checkpoint and its metrics cannot disagree."""
+        with told(self.draft):
+            self.file.seek(0)
+        return {"metrics": self.file.read(), "step": self.step, "seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun, self.step = time.monotonic() - state["seconds"], state["step"]
+        self.file.seek(0)
+        self.file.truncate()
+        self.file.write(state["metrics"])
+        written = csv.DictReader(state["metrics"].splitlines())
+        for step, rows in groupby(written, key=itemgetter("step")):  # W&B begins anew
+            self.mirror.log(int(step), {row["metric"]: float(row["value"]) for row in rows})
+
+    @property
+    def seconds(self) -> float:
+        """Of all processes that took part; a clock that is set does not change it."""
+        return time.monotonic() - self.begun
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one value per metric; `step` is the x axis of all of them."""
+        self.step = step
+        # repr keeps every bit, so that equal runs give equal files.
+        self.rows.writerows((step, name, repr(float(value))) for name, value in metrics.items())
+        self.mirror.log(step, metrics)
+
+    def keep(self, files: Mapping[str, bytes]) -> None:
+        """Files of these names beside the metrics, written when they are."""
+        self.files |= files
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self.status = "failed"
+        try:
+            self.close(error)
+        finally:
+            self.mirror.finish(failed=self.status != "finished")
+
+    def close(self, error: BaseException | None) -> None:
+        """Put the new record in the place of the old one, unless that is worth more."""
+        with told(self.draft), self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())  # run.json must not call a torn file finished
+        if self.status not in FINAL and is_final(self.folder):
+            self.draft.unlink()
+            return
+        self.draft.replace(self.folder / METRICS)
+        for name, content in self.files.items():
+            write_bytes(self.folder / name, content)
+            self.mirror.keep(self.folder / name)
+        self.write_info(self.status, error=repr(error) if error else None)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Word of a run that failed before it could begin, so that its status tells of it."""
+        self.started, self.begun = time.time(), time.monotonic()
+        self.write_info("failed", error=repr(error))
+
+    def write_info(self, status: str, error: str | None = None) -> None:
+        whole = status != "running" and (self.folder / METRICS).exists()
+        info = {
+            "status": status,
+            "step": self.step,
+            "error": error,
+            "sha256": hash_metrics(self.folder) if whole else None,
+            "seconds": round(self.seconds, 3),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
+            "command": self.command,
+            "machine": provenance.machine(),
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
+            **self.about,
+            "config": self.config.model_dump(mode="json", exclude={"results", "published"}),
+        }
+        write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+
+
+def status_of(folder: Path) -> str:
+    """missing, running, killed, interrupted, failed, diverged or finished."""
+    status = str(read_info(folder).get("status", "missing"))
+    if status == "running" and not is_locked(folder):  # or it has ended in between
+        status = str(read_info(folder).get("status", "missing"))
+        return "killed" if status == "running" else status
+    return status
+
+
+def is_final(folder: Path) -> bool:
+    return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """run.json, or an empty dict if there is none that can be read."""
+    try:
+        info = json.loads((folder / INFO).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def read_metrics(folder: Path) -> pd.DataFrame:
+    """metrics.csv with a row per step and a column per metric."""
+    expected = read_info(folder).get("sha256")
+    if expected is not None and expected != hash_metrics(folder):
+        raise OSError(
+            f"{folder / METRICS} is altered or cut short: delete it, and the same command "
+            "trains the run again"
+        )
+    return read_table(folder / METRICS, (folder / METRICS).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=512)  # a figure and each of its claims ask for the same
+def read_table(path: Path, changed: int) -> pd.DataFrame:
+    long = pd.read_csv(path)
+    wide = long.pivot(index="step", columns="metric", values="value")
+    return wide.reset_index().rename_axis(columns=None)
+
+
+def hash_metrics(folder: Path) -> str:
+    return hashlib.sha256((folder / METRICS).read_bytes()).hexdigest()

@@ -1,0 +1,167 @@
+"""train(): the only training loop."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.progress import progress
+from experiments.records.record import Record
+from experiments.task import Step, Stretch, Task
+from experiments.training.checkpoint import Checkpoint
+from experiments.training.signals import ASKED, answered_after_a_step
+
+Losses = defaultdict[str, list[Tensor]]
+
+
+@dataclass
+class Training:
+    """A training between two steps: the state of all that takes part in it."""
+
+    task: Task
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    record: Record
+    done: int = 0  # steps
+    losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "done": self.done,
+            "losses": {name: torch.stack(parts) for name, parts in self.losses.items()},
+            "players": {name: list(map(Tensor.detach, p)) for name, p in self.players()},
+            "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
+            "task": self.task.state_dict(),
+            "random": random_states(),
+            "record": self.record.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+        self.losses.update((name, list(parts)) for name, parts in state["losses"].items())
+        for name, parameters in self.players():
+            for parameter, value in zip(parameters, state["players"][name], strict=True):
+                parameter.copy_(value)
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        self.task.load_state_dict(state["task"])
+        set_random_states(state["random"])
+        self.record.load_state_dict(state["record"])
+
+    def players(self) -> list[tuple[str, list[torch.nn.Parameter]]]:
+        return list(self.task.players().items())
+
+    def take(self, step: Step | Stretch) -> None:
+        loss = step.take(self.optimizers[step.player])
+        if loss is not None:
+            self.losses[f"{step.player}/loss"].append(loss)
+        self.task.after_step()
+        self.done += step.size
+
+    def note(self, metrics: dict[str, float]) -> bool:
+        """Put metrics and losses into the record; return whether all are numbers."""
+        metrics |= {name: mean(parts) for name, parts in self.losses.items()}
+        self.losses.clear()
+        self.record.log(self.done, metrics)
+        return all(map(math.isfinite, metrics.values())) and self.finite()
+
+    @torch.no_grad()
+    def finite(self) -> bool:
+        """Whether all parameters are numbers, however large: a sum of them could overflow."""
+        parts = [p for _, parameters in self.players() for p in parameters if p.numel()]
+        ends = [end.double().cpu() for p in parts for end in p.aminmax()]
+        return bool(torch.stack(ends).isfinite().all())
+
+
+def train(
+    task: Task,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    record: Record,
+    *,
+    steps: int,
+    log_every: int,
+    schedule: Callable[[float], float] | None = None,
+    title: str = "",
+    checkpoint: Checkpoint | None = None,
+) -> str:
+    """Train until `steps` are done; return "finished", "diverged" or "interrupted".
+
+    Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
+    that each player has had since the last time; if one of them, or a parameter, is no number, the
+    run has diverged. `schedule` gives the factor of the learning rates from the part of the steps
+    that is done. With a checkpoint it goes on where that was left.
+    """
+    training = Training(task, optimizers, record)
+    if checkpoint:
+        checkpoint.restore(training)
+    bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
+    try:
+        with bar, answered_after_a_step():
+            return go_on(training, steps, log_every, schedule, checkpoint, bar.update)
+    except OSError:
+        raise
+    except Exception:
+        if training.finite():
+            raise
+        training.note({})  # many a step or judgement raises where a parameter is no number
+        return "diverged"
+
+
+def go_on(
+    training: Training,
+    steps: int,
+    log_every: int,
+    schedule: Callable[[float], float] | None,
+    checkpoint: Checkpoint | None,
+    show: Callable[[int], object],
+) -> str:
+    task, record = training.task, training.record
+    for step in task.steps():
+        if schedule is not None:
+            set_rates(training.optimizers, schedule(training.done / steps))
+        training.take(step)
+        show(step.size)
+        over = training.done >= steps
+        if over or training.done // log_every > (training.done - step.size) // log_every:
+            if not training.note(task.evaluate_at_end() if over else task.evaluate()):
+                return "diverged"
+            if over:
+                record.keep(task.files())
+                return "finished"
+        if checkpoint and (ASKED.by or checkpoint.due):
+            checkpoint.save(training.state_dict())
+        if ASKED.by:
+            return "interrupted"
+    if task.ends:
+        return "finished"
+    raise RuntimeError(
+        f"{type(task).__name__}.steps() ended after {training.done} of {steps} steps"
+    )
+
+
+def set_rates(optimizers: Mapping[str, torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def mean(losses: list[Tensor]) -> float:
+    """The only wait for the device: steps leave their losses there."""
+    return float(torch.stack(losses).cpu().mean(dtype=torch.float64))
+
+
+def random_states() -> list[Tensor]:
+    """Of torch's own generators, from which dropout draws: the CPU's, then every GPU's."""
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states[1:])
