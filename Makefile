@@ -112,7 +112,7 @@ test: $(READY)
 
 ##   fuzz                   300 command lines that are new every time: each runs or is refused in one line
 fuzz: $(READY)
-	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/test_overrides.py $(ARGS)
+	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/config/test_overrides.py $(ARGS)
 
 ##   lint                   ruff (rules and format) and mypy
 lint: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -174,6 +175,10 @@ def row(claim: Claim, groups: Groups) -> dict[str, str]:
     }
 
 
+def wording(row: Mapping[str, str]) -> dict[str, str]:
+    return {key: row[key] for key in ("place", "claim", "why")}
+
+
 def needed(claim: Claim, groups: Groups) -> list[Run]:
     names = {name for part in claim.parts for name in names_of(part)}
     unknown = names - groups.keys()
@@ -195,9 +200,26 @@ def refuse_one_seed(claim: Claim, spec: Spec, groups: Groups) -> None:
 
 
 def key(claim: Claim, groups: Groups) -> str:
-    """What the verdict rests on: the claim's wording and the identity of its runs."""
-    runs = [f"{run.config.digest()} {run.config.seed}" for run in needed(claim, groups)]
-    return hashlib.sha256("\n".join([claim.model_dump_json(), *runs]).encode()).hexdigest()[:12]
+    """What the verdict rests on, whatever its runs are named and however the claim is worded."""
+
+    def identity(side: float | str | list[str]) -> object:
+        if isinstance(side, str):
+            return [f"{run.config.digest()} {run.config.seed}" for run in groups[side]]
+        return [identity(name) for name in side] if isinstance(side, list) else side
+
+    needed(claim, groups)  # refuses unknown names
+    parts = [
+        [
+            part.metric or claim.metric,
+            part.statistic or claim.statistic,
+            part.relation,
+            part.margin,
+            identity(part.left),
+            identity(part.right),
+        ]
+        for part in claim.parts
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def judge_spec(
@@ -215,7 +237,7 @@ def judge_spec(
             rows.append(judge(claim, groups))
         else:
             stands = old.get("records") == WITHOUT and old.get("key") == new["key"]
-            rows.append(dict(old) if stands else new)
+            rows.append({**old, **wording(new)} if stands else new)
     return rows
 
 

@@ -115,7 +115,7 @@ def text_of(runs: Runs) -> bytes:
     names = sorted(runs)
     infos = [json.dumps({**runs[n].info, "run": n}, ensure_ascii=False) for n in names]
     table = pd.concat([runs[n].metrics for n in names], keys=names, names=["run", None])
-    table = table.reset_index("run")
+    table = table.copy().reset_index("run")  # copied: a fragmented frame is slow, and pandas warns
     metrics = sorted(table.columns.drop(["run", "step"]))
     rows = table[["run", "step", *metrics]].to_csv(index=False, lineterminator="\n")
     rest = "".join(f"# {info}\n" for info in infos).encode() + rows.encode()
