@@ -155,8 +155,8 @@ def test_one_seed_is_no_evidence_unless_it_settles_the_matter():
     assert judge_spec(random, {"a": group(-1, -1.1)}, {})[0]["verdict"] == "holds"
 
 
-def spec(text="so it is"):
-    about = {"id": "F1", "place": "here", "text": text, "metric": "x"}
+def spec(text="so it is", metric="x"):
+    about = {"id": "F1", "place": "here", "text": text, "metric": metric}
     return Spec(
         title="t",
         seeds=1,
@@ -173,7 +173,9 @@ def test_a_verdict_without_records_stands_until_the_claim_or_its_runs_change():
     known = {"F1": judged | {"records": "no"}}
     assert judge_spec(spec(), away, known) == [known["F1"]]
     assert judge_spec(spec(), there, known) == [judged]
-    (changed,) = judge_spec(spec("it is otherwise"), away, known)
+    (reworded,) = judge_spec(spec("in other words"), away, known)
+    assert reworded == known["F1"] | {"claim": "in other words"}
+    (changed,) = judge_spec(spec(metric="y"), away, known)
     assert changed["verdict"] == "not run" and changed["numbers"] == ""
     other = {"a": [FakeRun(-2, done=False)]}
     assert judge_spec(spec(), other, known)[0]["verdict"] == "not run"
