@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from adashift.optimizer import PerParameter, check_betas, check_number
-from adashift.spatial import Phi, get_phi, zero_v
+from adashift._base import PerParameter, check_betas, check_number
+from adashift._spatial import Phi, get_phi, zero_v
 
 
 class AdamNC(PerParameter):

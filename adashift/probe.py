@@ -4,185 +4,30 @@ The paper's diagnosis of Adam, measured while you train: the correlation of g_t�
 net update factor k of large gradients against that of small ones (section 3).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf, nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch.optim import Adam, Optimizer
 
-from adashift.baselines import AdamNC, SpatialOnly
-from adashift.correlation import copy_into, pearson, welford
-from adashift.optimizer import AdaShift, as_real, check_count
+from adashift._base import ParamGroup, ParamState, as_real, check_count
+from adashift._moments import copy_into, pearson, welford
+from adashift._readers import OptimizerReader, StepFormula, coupled_weight_decay, reader_of
+from adashift.optimizer import AdaShift
 
-State = dict[str, Any]
-Group = dict[str, Any]
-Pick = Callable[[Tensor], Tensor]
 Vectors = dict[str, Tensor]
 Counts = dict[str, float]
 
 # How long an element's own mean square reaches back: longer than the usual v (1,000 steps at
 # β2 = 0.999 and fewer elsewhere) it would lag behind training, shorter it would follow v.
-MEMORY = 1000
+MEAN_SQUARE_STEPS = 1000
 # Gradients that only set this scale. Adam's first step sizes are about 1 / |g_1|, so heavy in their
 # tail that a few elements would decide the mean, and next to a scale of g_1 all others look large.
-SETTLE = 100
-
-
-class Step(NamedTuple):
-    """What one update does with gradients: θ −= size / (√divisor + eps) · Σ_j weight_j g_{t−j}.
-
-    The weights are `gain` times a memory, which is an exponential one (decay, entry), or the newest
-    `window` gradients with weights decay^j; and `now` for the current gradient besides.
-    """
-
-    size: float  # 0: no update by this rule
-    eps: float
-    decay: float = 0.0
-    entry: float = 1.0
-    gain: float = 1.0
-    now: float = 0.0
-    window: int = 0
-
-
-class Rule(NamedTuple):
-    """How to read an optimizer."""
-
-    v: Callable[[State, Group, Pick], Tensor]
-    step: Callable[[State, Group], Step]
-    divisor: Callable[[State, Group, Pick, Tensor], Tensor] | None = None  # where it is not v
-
-
-def adam_v(state: State, group: Group, pick: Pick) -> Tensor:
-    return pick(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
-
-
-def adam_step(state: State, group: Group) -> Step:
-    t, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
-    root = math.sqrt(1 - beta2**t)
-    return Step(
-        size=float(group["lr"]) * root,
-        eps=group["eps"] * root,
-        decay=beta1,
-        entry=1 - beta1,
-        gain=1 / (1 - beta1**t),
-    )
-
-
-def nadam_step(state: State, group: Group) -> Step:
-    t, beta1, decay = float(state["step"]), float(group["betas"][0]), group["momentum_decay"]
-    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (i * decay)) for i in (t, t + 1))
-    product = float(state["mu_product"])
-    now, gain = (1 - mu) / (1 - product), mu_next / (1 - product * mu_next)
-    return adam_step(state, group)._replace(now=now, gain=gain)
-
-
-def radam_step(state: State, group: Group) -> Step:
-    t, beta2 = float(state["step"]), float(group["betas"][1])
-    longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * t * beta2**t / (1 - beta2**t)
-    if length <= 5:  # the first steps are not divided by √v
-        return adam_step(state, group)._replace(size=0.0)
-    rectify = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    step = adam_step(state, group)
-    return step._replace(size=step.size * math.sqrt(rectify), eps=group["eps"])
-
-
-def adamax_step(state: State, group: Group) -> Step:
-    return adam_step(state, group)._replace(size=float(group["lr"]), eps=0.0)
-
-
-def adamnc_step(state: State, group: Group) -> Step:
-    t, beta1 = float(state["step"]), group["beta1"]
-    size, gain = float(group["lr"]), 1 / (1 - beta1**t)
-    return Step(size, group["eps"], decay=beta1, entry=1 - beta1, gain=gain)
-
-
-def adashift_step(state: State, group: Group) -> Step:
-    t, n, (beta1, beta2) = float(state["step"]), group["n"], group["betas"]
-    m = group["m"] or n
-    root = math.sqrt(1 - beta2 ** (t - n)) if t > n else 0.0
-    return Step(
-        size=float(group["lr"]) * root,
-        eps=group["eps"] * root,
-        decay=beta1,
-        gain=1 / sum(beta1**j for j in range(m)),
-        window=m,
-    )
-
-
-def rmsprop_v(state: State, group: Group, pick: Pick) -> Tensor:
-    v = pick(state["square_avg"])
-    return v - pick(state["grad_avg"]).square() if group["centered"] else v
-
-
-def plain_step(state: State, group: Group) -> Step:
-    """Without momentum, or, as in RMSprop, with momentum of what has been divided before."""
-    return Step(float(group["lr"]), group["eps"])
-
-
-def adagrad_step(state: State, group: Group) -> Step:
-    slower = 1 + (float(state["step"]) - 1) * group["lr_decay"]
-    return Step(float(group["lr"]) / slower, group["eps"])
-
-
-def adadelta_step(state: State, group: Group) -> Step:
-    return Step(float(group["lr"]), 0.0)
-
-
-def adadelta_divisor(state: State, group: Group, pick: Pick, s: Tensor) -> Tensor:
-    """(v + ε) / (d + ε), where d is acc_delta before the step: ρd + (1−ρ)Δ² is what it is now."""
-    rho, eps = group["rho"], group["eps"]
-    v, after = pick(state["square_avg"]).to(s), pick(state["acc_delta"]).to(s)
-    return (rho * (v + eps) + (1 - rho) * s) / (after + rho * eps)
-
-
-def keyed(key: str) -> Callable[[State, Group, Pick], Tensor]:
-    return lambda state, group, pick: pick(state[key])
-
-
-RULES: dict[type[Optimizer], Rule] = {
-    AdaShift: Rule(keyed("v"), adashift_step),
-    SpatialOnly: Rule(keyed("v"), adam_step),
-    AdamNC: Rule(keyed("v"), adamnc_step),
-    NAdam: Rule(adam_v, nadam_step),
-    RAdam: Rule(adam_v, radam_step),
-    Adam: Rule(adam_v, adam_step),  # AdamW is one
-    Adamax: Rule(lambda state, group, pick: pick(state["exp_inf"]).square(), adamax_step),
-    RMSprop: Rule(rmsprop_v, plain_step),
-    Adagrad: Rule(keyed("sum"), adagrad_step),
-    Adadelta: Rule(keyed("square_avg"), adadelta_step, adadelta_divisor),
-}
-
-
-def rule_of(optimizer: Optimizer) -> Rule:
-    """How to read this optimizer; one that is unknown must keep its moments as Adam does."""
-    for known, rule in RULES.items():
-        if isinstance(optimizer, known):
-            return rule
-    kept = [state for state in optimizer.state.values() if state]
-    from_torch = type(optimizer).__module__.startswith("torch.optim")
-    if from_torch or not all("exp_avg_sq" in state for state in kept):
-        names = ", ".join(known.__name__ for known in RULES)
-        raise TypeError(
-            f"{type(optimizer).__name__} keeps no second moment that the probe knows; use one of "
-            f"{names}, or an optimizer with Adam's state (exp_avg_sq, step) and options (lr, "
-            "betas, eps)"
-        )
-    return RULES[Adam]
+WARM_UP_STEPS = 100
 
 
 NO_COUNTS: Counts = {
@@ -196,7 +41,7 @@ NO_COUNTS: Counts = {
 
 
 @dataclass
-class Block:
+class ProbedBlock:
     """One parameter tensor: where its elements stand in the probe's vectors, and its counts."""
 
     name: str
@@ -287,13 +132,13 @@ class DecorrelationProbe:
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        rule_of(optimizer)
+        reader_of(optimizer)
         self.optimizer, self.dtype = optimizer, dtype
         self.every = check_count("every", every, inf, "1 reads v at every step")
         self.elements = check_count("elements", elements, inf, "usually 256")
         self._names: list[Any] = list(names or [])
         self._random = torch.Generator().manual_seed(seed)
-        self._blocks: list[Block] = []
+        self._blocks: list[ProbedBlock] = []
         self._vectors: dict[str, Tensor] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._grow()
@@ -357,12 +202,12 @@ class DecorrelationProbe:
             if number >= len(self._blocks):
                 shape = as_real(p).shape
                 columns = slice(end, end := end + min(shape.numel(), self.elements))
-                block = Block(self._name(number, p, group), shape, columns, self._draw(p))
+                block = ProbedBlock(self._name(number, p, group), shape, columns, self._draw(p))
                 self._blocks.append(block)
         device = next(parameters(self.optimizer))[0].device
         for name, rows in ROWS.items():
             new = torch.zeros(*rows, end, dtype=self.dtype, device=device)
-            self._vectors[name] = keep(new, self._vectors.get(name))
+            self._vectors[name] = with_old_columns(new, self._vectors.get(name))
         self._views.clear()
         self._grow_window(torch.zeros(longest_window(self.optimizer), end).to(new))
 
@@ -383,7 +228,7 @@ class DecorrelationProbe:
         drawn = torch.randint(size, (self.elements,), generator=self._random)
         return drawn.sort().values.to(p.device)
 
-    def _name(self, number: int, p: Tensor, group: Group) -> str:
+    def _name(self, number: int, p: Tensor, group: ParamGroup) -> str:
         for given in self._names:
             if not isinstance(given, str) and given[1] is p:
                 return given[0]
@@ -439,38 +284,42 @@ class DecorrelationProbe:
         skipped = getattr(optimizer, "found_inf", None)
         if skipped is not None and skipped.item():
             return
-        rule = rule_of(optimizer)
+        reader = reader_of(optimizer)
         seen = [
-            (block, self._read_step(rule, block, optimizer.state[p], group))
+            (block, self._read_step(reader, block, optimizer.state[p], group))
             for block, (p, group) in zip(self._blocks, parameters(optimizer), strict=True)
         ]
-        # Neighbours with the same history and step, as a rule all blocks, are one vector.
+        # Neighbours with the same history and step, as a reader all blocks, are one vector.
         for (step, *_), run in groupby(seen, key=lambda x: (x[1], *x[0].counts.values())):
             if step is not None:
                 blocks = [block for block, _ in run]
                 columns = slice(blocks[0].columns.start, blocks[-1].columns.stop)
                 counts = dict(blocks[0].counts)
-                self._take_in(self._of(columns), rule, step, counts)
+                self._take_in(self._of(columns), reader, step, counts)
                 for block in blocks:
                     block.counts.update(counts)
 
-    def _read_step(self, rule: Rule, block: Block, state: State, group: Group) -> Step | None:
+    def _read_step(
+        self, reader: OptimizerReader, block: ProbedBlock, state: ParamState, group: ParamGroup
+    ) -> StepFormula | None:
         """The step that was taken, None if there was none; v goes to its place if it is due."""
         if not block.has_gradient:
             return None
-        step = rule.step(state, group)
+        step = reader.step(state, group)
         if block.counts["seen"] % self.every:
             return step._replace(size=0.0)
         if step.size > 0:
             x = self._of(block.columns)
-            x["v"].copy_(rule.v(state, group, block.pick))
-            if rule.divisor is not None:
-                x["divisor"].copy_(rule.divisor(state, group, block.pick, x["g"].square()))
+            x["v"].copy_(reader.v(state, group, block.pick))
+            if reader.divisor is not None:
+                x["divisor"].copy_(reader.divisor(state, group, block.pick, x["g"].square()))
         return step
 
-    def _take_in(self, x: Vectors, rule: Rule, step: Step, counts: Counts) -> None:
+    def _take_in(
+        self, x: Vectors, reader: OptimizerReader, step: StepFormula, counts: Counts
+    ) -> None:
         s = x["g"].square()
-        if counts["seen"] >= SETTLE:
+        if counts["seen"] >= WARM_UP_STEPS:
             x["large"].copy_(s > x["mean_square"])
             if counts["fresh"]:
                 counts["met"] += 1
@@ -479,12 +328,12 @@ class DecorrelationProbe:
                 x["before_share"].add_(x["large"])
             remember(x, step, counts)
         counts["seen"] += 1
-        x["mean_square"].lerp_(s, max(1 / counts["seen"], 1 / MEMORY))
+        x["mean_square"].lerp_(s, max(1 / counts["seen"], 1 / MEAN_SQUARE_STEPS))
         counts["fresh"] = int(step.size > 0)
         if step.size > 0:
             counts["samples"] += 1
             welford(x["moments"], s, x["v"], int(counts["samples"]))
-            add_step_size(x, x["v"] if rule.divisor is None else x["divisor"], step, counts)
+            add_step_size(x, x["v"] if reader.divisor is None else x["divisor"], step, counts)
 
 
 # The probe's vectors and their rows
@@ -506,7 +355,7 @@ ROWS: dict[str, tuple[int, ...]] = {
 }
 
 
-def remember(x: Vectors, step: Step, counts: Counts) -> None:
+def remember(x: Vectors, step: StepFormula, counts: Counts) -> None:
     """Take [g_t is large] into a first moment like the optimizer's, short of its gain."""
     if not step.window:
         x["memory"].mul_(step.decay).add_(x["large"], alpha=step.entry)
@@ -515,13 +364,13 @@ def remember(x: Vectors, step: Step, counts: Counts) -> None:
     rows, t = len(x["window"]), int(counts["seen"])
     x["window"][t % rows] = x["large"]
     weights = [0.0] * rows
-    for j in range(min(step.window, t - SETTLE + 1)):  # older ones are neither large nor small
+    for j in range(min(step.window, t - WARM_UP_STEPS + 1)):  # warm-up gradients have no label
         weights[(t - j) % rows] = step.decay**j
     torch.mv(x["window"].T, x["g"].new_tensor(weights), out=x["memory"])
     counts["held"] = sum(weights)
 
 
-def add_step_size(x: Vectors, divisor: Tensor, step: Step, counts: Counts) -> None:
+def add_step_size(x: Vectors, divisor: Tensor, step: StepFormula, counts: Counts) -> None:
     """Σ_t [g_t large] k(g_t) gains D_i · Σ_t c_{i,t} [g_t large], and so do the other sums."""
     D = torch.add(divisor.sqrt(), step.eps, out=x["D"]).reciprocal_().mul_(step.size)
     D.masked_fill_(divisor == 0, 0.0)  # no gradient yet: ε alone is no scale
@@ -550,7 +399,7 @@ def ratio(x: Vectors, counts: Counts, kind: str, total: str) -> float:
     return (of_large / of_small).item()
 
 
-def parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, Group]]:
+def parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, ParamGroup]]:
     for group in optimizer.param_groups:
         for p in group["params"]:
             yield p, group
@@ -562,7 +411,7 @@ def longest_window(optimizer: Optimizer) -> int:
     return max(group["m"] or group["n"] for group in optimizer.param_groups)
 
 
-def keep(new: Tensor, old: Tensor | None) -> Tensor:
+def with_old_columns(new: Tensor, old: Tensor | None) -> Tensor:
     """new, with the columns of old in front."""
     if old is not None:
         new[..., : old.shape[-1]] = old
@@ -576,14 +425,6 @@ def dense(g: Tensor) -> Tensor:
             "embedding with sparse=False"
         )
     return g.resolve_conj() if g.is_conj() else g
-
-
-def coupled_weight_decay(optimizer: Optimizer) -> Callable[[Group], bool]:
-    """Whether weight decay is part of the gradient; of unknown optimizers it is not assumed."""
-    unknown = not isinstance(optimizer, tuple(RULES))
-    return lambda group: (
-        bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", unknown)
-    )
 
 
 def measure_overhead(rounds: int = 20, steps: int = 20) -> None:
@@ -614,7 +455,7 @@ def measure_overhead(rounds: int = 20, steps: int = 20) -> None:
     for make in (Adam, AdaShift):
         for every in (1, 10):
             bare, watched = train(make, None), train(make, every)
-            for _ in range(SETTLE // steps + 1):
+            for _ in range(WARM_UP_STEPS // steps + 1):
                 bare(), watched()
             times = [(bare(), watched()) for _ in range(rounds)]
             without = statistics.median(a for a, _ in times)

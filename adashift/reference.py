@@ -11,7 +11,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from adashift.spatial import Phi, get_phi
+from adashift._spatial import Phi, get_phi
 
 
 class AdaShiftReference:

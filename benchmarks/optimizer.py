@@ -61,7 +61,7 @@ class Goal:
 
 
 def window_words(m: int) -> float:
-    """Reads and writes per element and step of a single pass over the rule of adashift.window.
+    """Reads and writes per element and step of a single pass over the rule of adashift._window.
 
     θ and g are read and θ is written. For m > 1, over a block of m steps: each gradient is written
     to its slot, the block's sum is read m − 1 and written m − 2 times, a slot of the last block is

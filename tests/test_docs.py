@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "results/published/README.md", *(ROOT / "doc
 
 def test_every_erratum_has_its_test_and_every_test_its_erratum():
     page = (ROOT / "docs/errata.md").read_text()
-    code = (ROOT / "tests/adashift/test_errata.py").read_text()
+    code = (ROOT / "tests/adashift/analysis/test_errata.py").read_text()
     named = set(re.findall(r"`(test_E\d+\w*)`", page))
     written = set(re.findall(r"^def (test_E\d+\w*)", code, re.MULTILINE))
     assert named == written

@@ -263,7 +263,7 @@ def test_the_wheel_has_the_package_alone_and_needs_no_experiment_tools(tmp_path)
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"adashift"}
-    assert {"adashift/py.typed", "adashift/kernel.c", "adashift/optimizer.py"} <= set(names)
+    assert {"adashift/py.typed", "adashift/_steps/kernel.c", "adashift/optimizer.py"} <= set(names)
     blocked = "hydra", "omegaconf", "wandb", "matplotlib", "pandas", "pydantic"
     code = (
         "import sys\n"

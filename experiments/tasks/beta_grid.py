@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
 from threadpoolctl import threadpool_limits
 
-from adashift import theory
-from adashift.trajectory import Array, Chain, chain_of
+from adashift.analysis import theory
+from adashift.analysis.theory import Array
+from adashift.analysis.trajectory import Chain, chain_of
 from experiments.tasks.counterexample import Problem, Sequential
 from experiments.tasks.rows import Row, RowTask
 

@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn import Parameter
 
-from adashift.correlation import CorrelationStudy, Row
+from adashift.analysis.correlation import CorrelationStudy, CorrelationSummary
 from adashift.probe import DecorrelationProbe
 from experiments.data.batches import generator
 from experiments.task import Step
@@ -110,7 +110,7 @@ def between_hidden_layers(weights: list[Parameter]) -> Parameter:
     return weights[1]
 
 
-def metrics(rows: list[Row]) -> dict[str, float]:
+def metrics(rows: list[CorrelationSummary]) -> dict[str, float]:
     """Every mean and spread over elements; `largest` is the largest size of a mean over the lags.
 
     non/beta2=0.9/n=0 is Adam's number: its v contains g_t.

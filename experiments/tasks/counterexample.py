@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from adashift.trajectory import Array, Chain, Moments, NotLinear, chain_of, walk
+from adashift.analysis.theory import Array
+from adashift.analysis.trajectory import Chain, Moments, NotLinear, chain_of, parameter_path
 from experiments.task import Step, Stretch, Task
 
 
@@ -130,7 +131,7 @@ class Trajectory(Task):
         if self.chain is None:
             return np.array([self.one_step(optimizer, slope) for slope in g]), None
         moments = self.chain.advance(g)
-        path = walk(self.theta.detach().cpu().numpy(), moments.update, self.bounds)
+        path = parameter_path(self.theta.detach().cpu().numpy(), moments.update, self.bounds)
         self.theta.data.fill_(float(path[-1]))
         return path, moments
 

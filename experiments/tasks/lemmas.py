@@ -10,8 +10,9 @@ import torch
 from pydantic import PositiveInt
 from scipy.stats import spearmanr
 
-from adashift import theory
-from adashift.trajectory import Array, Chain, chain_of
+from adashift.analysis import theory
+from adashift.analysis.theory import Array
+from adashift.analysis.trajectory import Chain, chain_of
 from experiments.tasks.beta_grid import chain_with, draw
 from experiments.tasks.counterexample import Sequential, Stochastic
 from experiments.tasks.rows import Row, RowTask

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from adashift.trajectory import NotLinear
+from adashift.analysis.trajectory import NotLinear
 from experiments.task import Stretch, Task
 from experiments.tasks.counterexample import generator
 

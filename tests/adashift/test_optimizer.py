@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from adashift import AdaShift, optimizer, reference, window
+from adashift import AdaShift, _window, optimizer, reference
 from adashift.reference import AdaShiftReference
 
 PHIS = ["max", "mean", "none"]
@@ -36,7 +36,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("module", [optimizer, reference, window])
+@pytest.mark.parametrize("module", [optimizer, reference, _window])
 def test_doctests(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from adashift import AdamNC, AdaShift, SpatialOnly, probe
-from adashift.probe import MEMORY, SETTLE, DecorrelationProbe
-from adashift.theory import StochasticProblem
+from adashift._readers import reader_of
+from adashift.analysis.theory import StochasticProblem
+from adashift.probe import MEAN_SQUARE_STEPS, WARM_UP_STEPS, DecorrelationProbe
 
 FIGURE_1 = StochasticProblem(C=101, delta=0.02)
 
@@ -78,13 +79,13 @@ def large_gradients(gradients):
     scale, large = torch.zeros_like(gradients[0]), []
     for t, g in enumerate(gradients):
         large.append((g**2 > scale).double())
-        scale = scale + (g**2 - scale) * max(1 / (t + 1), 1 / MEMORY)
+        scale = scale + (g**2 - scale) * max(1 / (t + 1), 1 / MEAN_SQUARE_STEPS)
     return torch.stack(large)
 
 
 def stored_k(gradients, D, c, every=1):
     """k_ratio and k_effect by the definition: k of every gradient first, then means."""
-    large, judged = large_gradients(gradients), torch.arange(len(gradients)) >= SETTLE
+    large, judged = large_gradients(gradients), torch.arange(len(gradients)) >= WARM_UP_STEPS
     read = torch.arange(len(gradients)) % every == 0
     weights = c[read][:, judged]
     k, total = weights.T @ D[read], weights.sum(0)[:, None].expand(-1, D.shape[1])
@@ -106,17 +107,17 @@ def stored_k(gradients, D, c, every=1):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_one_pass_is_the_double_sum_for_adam(beta1, every):
-    gradients = normal(SETTLE + 80, 5)
+    gradients = normal(WARM_UP_STEPS + 80, 5)
     watching = fed(lambda p: torch.optim.Adam(p, 0.01, (beta1, 0.9)), gradients, every=every)
     expected = stored_k(gradients, *adam_history(gradients, 0.01, beta1, 0.9, 1e-8), every)
     found = number(watching, "k_ratio"), number(watching, "k_effect")
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 2), (10, 10), (SETTLE + 7, 5)])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 2), (10, 10), (WARM_UP_STEPS + 7, 5)])
 @pytest.mark.parametrize("beta1", [0.0, 0.9, 1.0])
 def test_one_pass_is_the_double_sum_for_adashift(beta1, n, m):
-    gradients = normal(SETTLE + 80, 5)
+    gradients = normal(WARM_UP_STEPS + 80, 5)
     watching = fed(
         lambda p: AdaShift(p, 0.01, (beta1, 0.9), n=n, m=m, phi="none"), gradients, every=1
     )
@@ -153,21 +154,21 @@ def moved_by(optimizer, theta, g):
     ids=lambda make: "",
 )
 def test_step_sizes_and_weights_are_those_of_the_optimizer(make):
-    """A rule is read right if the steps it tells, on all gradients so far, are the steps taken."""
+    """The formula that the reader returns, applied to all gradients so far, gives the real step."""
     theta = nn.Parameter(torch.ones(6, dtype=torch.float64))
     optimizer = make([theta])
-    rule, gradients, memory, told = probe.rule_of(optimizer), [], torch.zeros(6).double(), 0
+    reader, gradients, memory, told = reader_of(optimizer), [], torch.zeros(6).double(), 0
     for g in normal(30, 6):
         gradients.insert(0, g)
         movement = moved_by(optimizer, theta, g)
         state, group = optimizer.state[theta], optimizer.param_groups[0]
-        step = rule.step(state, group)
+        step = reader.step(state, group)
         memory = step.decay * memory + step.entry * g
         if step.window:
             memory = sum(step.decay**j * g for j, g in enumerate(gradients[: step.window]))
-        divisor = rule.v(state, group, lambda x: x)
-        if rule.divisor is not None:
-            divisor = rule.divisor(state, group, lambda x: x, g**2)
+        divisor = reader.v(state, group, lambda x: x)
+        if reader.divisor is not None:
+            divisor = reader.divisor(state, group, lambda x: x, g**2)
         if step.size > 0:
             told += 1
             direction = step.gain * memory + step.now * g
@@ -231,7 +232,7 @@ def network(seed=0):
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
 
 
-def train(net, optimizer, steps=SETTLE + 20, closure=False, seed=1):
+def train(net, optimizer, steps=WARM_UP_STEPS + 20, closure=False, seed=1):
     random = seeded(seed)
     for _ in range(steps):
         x, y = torch.randn(8, 20, generator=random), torch.randint(3, (8,), generator=random)
@@ -327,7 +328,7 @@ def test_a_reset_probe_is_as_new():
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("saved_after", [3, SETTLE + 5])
+@pytest.mark.parametrize("saved_after", [3, WARM_UP_STEPS + 5])
 def test_it_goes_on_from_a_checkpoint_to_the_bit(make, saved_after):
     net = network()
     optimizer = make(net.parameters())
@@ -384,10 +385,10 @@ def test_a_group_that_is_added_later_is_watched():
 
 
 def test_a_schedule_of_beta1_is_followed():
-    gradients = normal(SETTLE + 60, 3)
+    gradients = normal(WARM_UP_STEPS + 60, 3)
 
     def beta1(t):
-        return 0.9 if t < SETTLE + 20 else 0.5
+        return 0.9 if t < WARM_UP_STEPS + 20 else 0.5
 
     theta = nn.Parameter(torch.zeros(3).double())
     optimizer = AdaShift([theta], n=4, phi="none")
@@ -397,7 +398,7 @@ def test_a_schedule_of_beta1_is_followed():
         theta.grad = g.clone()
         optimizer.step()
     before, after = (adashift_history(gradients, 0.01, b, 0.999, 1e-8, 4, 4) for b in (0.9, 0.5))
-    late = torch.arange(len(gradients)) >= SETTLE + 20
+    late = torch.arange(len(gradients)) >= WARM_UP_STEPS + 20
     c = torch.where(late[:, None], after[1], before[1])
     expected = stored_k(gradients, before[0], c)
     found = number(watching, "k_ratio", "0"), number(watching, "k_effect", "0")

@@ -3,8 +3,8 @@ import doctest
 import pytest
 import torch
 
-from adashift import spatial
-from adashift.spatial import get_phi, zero_v
+from adashift import _spatial
+from adashift._spatial import get_phi, zero_v
 
 X = torch.tensor([[1.0, 4.0], [9.0, 2.0]])
 
@@ -14,7 +14,7 @@ def rows(x):
 
 
 def test_doctests():
-    result = doctest.testmod(spatial)
+    result = doctest.testmod(_spatial)
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adashift import AdaShift
-from adashift.window import absorb, plan, total_weight
+from adashift._window import add_gradient, plan_window, total_weight
 
 
 def direct(gradients, t, beta1, m):
@@ -18,7 +18,7 @@ def direct(gradients, t, beta1, m):
 
 
 def push(state, g, t, beta1, m):
-    return absorb(plan(state, g, t, beta1, m), g, beta1, m)
+    return add_gradient(plan_window(state, g, t, beta1, m), g, beta1, m)
 
 
 def windows(gradients, betas, m):

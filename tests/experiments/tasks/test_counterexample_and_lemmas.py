@@ -8,8 +8,9 @@ import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
-from adashift import AdaShift, theory
-from adashift.trajectory import chain_of
+from adashift import AdaShift
+from adashift.analysis import theory
+from adashift.analysis.trajectory import chain_of
 from experiments.task import Step, Stretch, Task
 from experiments.tasks import counterexample, lemmas
 from experiments.tasks.beta_grid import (

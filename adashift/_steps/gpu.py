@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adashift.window import Move
+from adashift._window import WindowPlan
 
 BLOCK = 1024
 
 
 @triton.jit
-def kernel(  # type: ignore[no-untyped-def]
+def step_kernel(  # type: ignore[no-untyped-def]
     p_at, g_at, earlier_at, keep_at, slot_at, front_at, size_at, phi_at,
     count, beta1, weight, total, decay,
     EARLIER: tl.constexpr, KEEP: tl.constexpr, SLOT: tl.constexpr, FRONT: tl.constexpr,
@@ -44,15 +44,15 @@ def kernel(  # type: ignore[no-untyped-def]
         tl.atomic_add(phi_at, float("nan"))
 
 
-def fits(p: Tensor, g: Tensor, move: Move, phi: Any) -> bool:
+def triton_supports(p: Tensor, g: Tensor, move: WindowPlan, phi: Any) -> bool:
     """Whether the kernel can take this parameter; others go the way of lists."""
     buffers = [b for b in (g, move.slot, *(b for b, _ in move.front)) if b is not None]
     plain = p.is_contiguous() and all(b.is_contiguous() for b in buffers)
     return plain and phi in ("max", "mean") and len(move.front) < 2 and not hasattr(p, "placements")
 
 
-def step(
-    p: Tensor, g: Tensor, move: Move, size: Tensor | None, beta1: float, total: float,
+def step_triton(
+    p: Tensor, g: Tensor, move: WindowPlan, size: Tensor | None, beta1: float, total: float,
     decay: float, phi: str,
 ) -> Tensor:  # fmt: skip
     """Take in g and, if there is a step size, move p; return φ(g²)."""
@@ -61,7 +61,7 @@ def step(
     buffers = [move.earlier, move.keep, move.slot, front, size]
     here = [found if b is None else b for b in buffers]  # some pointer where none is used
     parts = [b is not None for b in buffers]
-    kernel[(triton.cdiv(p.numel(), BLOCK),)](
+    step_kernel[(triton.cdiv(p.numel(), BLOCK),)](
         p, g, *here, found, p.numel(), beta1, weight, total, decay, *parts, phi == "mean", BLOCK
     )
     return found

@@ -1,7 +1,7 @@
 /* AdaShift's step on a CPU, one pass over memory for all parameters of a group.
 
-   adashift/fused.py compiles this with REAL (float or double) and BITS (the unsigned integer of the
-   same size) and fills in Rule and Job. What a step reads and writes is explained in window.py. */
+   adashift/_steps/cpu.py compiles this with REAL (float or double) and BITS (the unsigned integer of the
+   same size) and fills in Rule and Job. What a step reads and writes is explained in adashift/_window.py. */
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -24,20 +24,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adashift.spatial import PHI
-from adashift.window import Move, State, total_weight
+from adashift._base import ParamGroup, ParamState
+from adashift._spatial import PHI
+from adashift._window import WindowPlan, total_weight
 
 SOURCE = Path(__file__).with_name("kernel.c")
 TYPES = {torch.float32: ("float", "uint32_t"), torch.float64: ("double", "uint64_t")}
-FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
-TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
-LONGEST = 256  # slots that kernel.c can sum up
+COMPILER_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+TUNING_FLAGS = (
+    ("-march=native", "-mprefer-vector-width=512"),
+    ("-march=native",),
+    ("-mcpu=native",),
+    (),
+)
+MAX_CLOSING = 256  # slots that kernel.c can sum up
 
-RULE, JOB = Struct("8d2qQ"), Struct("9Q2q2d")  # Rule and Job of kernel.c
-BORN_IN = os.getpid()
+RULE_FORMAT, JOB_FORMAT = Struct("8d2qQ"), Struct("9Q2q2d")  # Rule and Job of kernel.c
+IMPORTING_PROCESS = os.getpid()
 
 
-class NoKernel(Exception):
+class KernelUnavailable(Exception):
     """There is no compiler, or it fails; the message says which and why."""
 
 
@@ -47,10 +53,10 @@ def compiler() -> list[str]:
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
             return command
-    raise NoKernel(f"{shlex.join(named) or 'cc, gcc or clang'} was not found")
+    raise KernelUnavailable(f"{shlex.join(named) or 'cc, gcc or clang'} was not found")
 
 
-def processor() -> str:
+def cpu_description() -> str:
     """What decides which instructions can be used; a home folder may serve many machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -60,7 +66,7 @@ def processor() -> str:
     return platform.machine() + platform.processor() + "".join(sorted(set(flags)))
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     """Where libraries are kept: a folder that only this user can write to."""
     root = os.environ.get("ADASHIFT_CACHE")
     if root is None:
@@ -76,11 +82,11 @@ def folder() -> Path:
         return Path(own)
 
 
-def run(command: list[str]) -> str:
+def run_compiler(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
-        raise NoKernel(f"{command[0]} failed: {reason}")
+        raise KernelUnavailable(f"{command[0]} failed: {reason}")
     return done.stdout
 
 
@@ -88,14 +94,14 @@ def compile_to(target: Path, real: str, bits: str) -> None:
     """Compile with the best flags that the compiler knows; two processes may do so at once."""
     handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
-    start = [*compiler(), *FLAGS, f"-DREAL={real}", f"-DBITS={bits}", "-o", draft]
+    start = [*compiler(), *COMPILER_FLAGS, f"-DREAL={real}", f"-DBITS={bits}", "-o", draft]
     try:
-        for tuning in TUNING:
+        for tuning in TUNING_FLAGS:
             try:
-                run([*start, *tuning, str(SOURCE), "-lm"])
+                run_compiler([*start, *tuning, str(SOURCE), "-lm"])
                 os.replace(draft, target)
                 return
-            except NoKernel as error:
+            except KernelUnavailable as error:
                 reason = error
         raise reason
     finally:
@@ -103,11 +109,11 @@ def compile_to(target: Path, real: str, bits: str) -> None:
 
 
 @cache
-def library(dtype: torch.dtype) -> Any:
+def kernel_for(dtype: torch.dtype) -> Any:
     """The function of kernel.c for a dtype, or None, with a warning, if it cannot be had."""
     try:
-        return load(*TYPES[dtype])
-    except (NoKernel, OSError) as error:
+        return load_kernel(*TYPES[dtype])
+    except (KernelUnavailable, OSError) as error:
         warnings.warn(
             f"fused=True needs a C compiler, but {error}; the default path is used instead: "
             "install one, or name it in the environment variable CC",
@@ -116,12 +122,18 @@ def library(dtype: torch.dtype) -> Any:
         return None
 
 
-def load(real: str, bits: str) -> Any:
+def load_kernel(real: str, bits: str) -> Any:
     if sys.platform == "win32":
-        raise NoKernel("kernel.c needs pthreads, which Windows has not")
-    made_by = [run([*compiler(), "--version"]), processor(), real, str(FLAGS), str(TUNING)]
+        raise KernelUnavailable("kernel.c needs pthreads, which Windows has not")
+    made_by = [
+        run_compiler([*compiler(), "--version"]),
+        cpu_description(),
+        real,
+        str(COMPILER_FLAGS),
+        str(TUNING_FLAGS),
+    ]
     key = hashlib.sha256(SOURCE.read_bytes() + "\n".join(made_by).encode()).hexdigest()[:16]
-    path = folder() / f"kernel-{real}-{key}.so"
+    path = cache_folder() / f"kernel-{real}-{key}.so"
     if not path.exists():
         compile_to(path, real, bits)
     step = ctypes.CDLL(str(path)).adashift_step
@@ -142,14 +154,14 @@ def torch_threads() -> int:
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
-def takes(p: Tensor, phi: Any) -> bool:
+def supports(p: Tensor, phi: Any) -> bool:
     """Whether there is a kernel for this parameter and φ."""
     own = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__  # DTensor …
     plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not own
-    return plain and library(p.dtype) is not None
+    return plain and kernel_for(p.dtype) is not None
 
 
-def fits(p: Tensor, g: Tensor, move: Move, v: Tensor, phi: Tensor) -> bool:
+def supports_layout(p: Tensor, g: Tensor, move: WindowPlan, v: Tensor, phi: Tensor) -> bool:
     """Whether the kernel can make this step: memory without gaps, laid out alike, one front."""
     layout = p.stride()
     return (
@@ -158,7 +170,7 @@ def fits(p: Tensor, g: Tensor, move: Move, v: Tensor, phi: Tensor) -> bool:
         and g.dtype == v.dtype == phi.dtype == p.dtype  # a checkpoint keeps its own
         and (move.slot is None or (move.slot.stride(), move.slot.dtype) == (layout, p.dtype))
         and len(move.front) < 2
-        and len(move.closing) <= LONGEST
+        and len(move.closing) <= MAX_CLOSING
         and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
         and (v.dim() == 0 or v.stride() == phi.stride() == layout)
     )
@@ -167,20 +179,20 @@ def fits(p: Tensor, g: Tensor, move: Move, v: Tensor, phi: Tensor) -> bool:
 class Jobs:
     """The steps of a group's parameters, which one call of the kernel for each dtype takes."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.packed = dict[torch.dtype, list[bytes]]()
         self.held = list[Any]()  # what the kernel has addresses of and nobody else may hold
         self.clocks = dict[int, tuple[str, float]]()  # most parameters have the same t
 
-    def add(self, p: Tensor, g: Tensor, move: Move, state: State, t: int) -> None:
+    def add(self, p: Tensor, g: Tensor, move: WindowPlan, state: ParamState, t: int) -> None:
         if t not in self.clocks:
             n, beta2 = self.group["n"], self.group["betas"][1]
             self.clocks[t] = f"phi{t % n}", 1 - beta2 ** (t - n) if t > n else 0.0
         phi, correction = self.clocks[t]
         earlier, keep, slot, front, closing = move
         buffer, weight = front[0] if front else (None, 0.0)
-        job = JOB.pack(
+        job = JOB_FORMAT.pack(
             p.data_ptr(),
             g.data_ptr(),
             0 if earlier is None else earlier.data_ptr(),
@@ -205,7 +217,7 @@ class Jobs:
 
     def run(self) -> None:
         for dtype, jobs in self.packed.items():
-            if library(dtype)(self.rule(), b"".join(jobs), len(jobs)):
+            if kernel_for(dtype)(self.rule(), b"".join(jobs), len(jobs)):
                 raise MemoryError(f"no memory for the plan of {len(jobs)} parameters")
 
     def rule(self) -> bytes:
@@ -216,5 +228,7 @@ class Jobs:
         sign = -1.0 if group["maximize"] else 1.0
         phi = list(PHI).index(group["phi"])
         numbers = (lr, beta1, beta2, group["eps"], total_weight(beta1, m), *decays, sign)
-        pool = torch_threads() if os.getpid() == BORN_IN else 0  # a fork has lost its threads
-        return RULE.pack(*numbers, phi, torch.get_num_threads(), pool)
+        pool = (
+            torch_threads() if os.getpid() == IMPORTING_PROCESS else 0
+        )  # a fork has lost its threads
+        return RULE_FORMAT.pack(*numbers, phi, torch.get_num_threads(), pool)

@@ -11,34 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adashift.optimizer import check_count, check_number
+from adashift._base import check_count, check_number
+from adashift._moments import copy_into, pearson, welford
 
 # A variance below this share of the mean square is rounding: the element does not vary.
-ROUNDING = 1e-12
+MIN_RELATIVE_VARIANCE = 1e-12
 # A block of time × columns that stays in a core's cache; 32 steps a block make the rest cheap.
-STEPS, COLUMNS = 32, 4096
-
-
-def pearson(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
-    """Σdxdy / √(Σdx² Σdy²) of sums over deviations from the mean; NaN where one does not vary.
-
-    >>> pearson(torch.tensor([1.0, 0.0]), torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
-    tensor([0.5000,    nan])
-    """
-    r = xy / (xx.sqrt() * yy.sqrt())
-    return torch.where((xx > 0) & (yy > 0), r, nan)
-
-
-def welford(moments: Tensor, x: Tensor, y: Tensor, count: int) -> None:
-    """Take the count-th pair into moments, whose rows are x̄, ȳ, Σdx², Σdy² and Σdxdy."""
-    mean_x, mean_y, xx, yy, xy = moments
-    dx, dy = x - mean_x, y - mean_y
-    mean_x.add_(dx, alpha=1 / count)
-    mean_y.add_(dy, alpha=1 / count)
-    share = 1 - 1 / count
-    xx.addcmul_(dx, dx, value=share)
-    yy.addcmul_(dy, dy, value=share)
-    xy.addcmul_(dx, dy, value=share)
+CHUNK_STEPS, CHUNK_COLUMNS = 32, 4096
 
 
 class RunningCorrelation:
@@ -78,7 +57,7 @@ class RunningCorrelation:
         copy_into(self._moments, state["moments"], "moments")
 
 
-class Row(NamedTuple):
+class CorrelationSummary(NamedTuple):
     """One number of Tables 1 to 4: the mean of a correlation over elements, and their spread."""
 
     kind: str  # "temporal", "spatial", "non" (n = 0: Adam) or "max" (n = 0: spatial-only)
@@ -161,7 +140,7 @@ class CorrelationStudy:
             return torch.zeros(*leading, size, dtype=as_type, device=device)
 
         B = len(self.beta2s)
-        self._buffer = zeros(L + STEPS, as_type=dtype)  # the newest `lags`, then those that wait
+        self._buffer = zeros(L + CHUNK_STEPS, as_type=dtype)  # the newest `lags`, then the pending
         self._head = zeros(L, as_type=dtype)  # the first: each lag leaves some of them out
         self._sums = {
             "g": zeros(),
@@ -202,8 +181,8 @@ class CorrelationStudy:
             self._head[self.count].copy_(self._buffer[self.lags + self._waiting])
         self.count += 1
         self._waiting += 1
-        if self._waiting == STEPS:
-            self._absorb()
+        if self._waiting == CHUNK_STEPS:
+            self._accumulate()
 
     def _check(self, g: Tensor) -> None:
         if g.shape != self.shape:
@@ -212,15 +191,15 @@ class CorrelationStudy:
                 f"{tuple(self.shape)}: build one CorrelationStudy for each tensor"
             )
 
-    def results(self) -> list[Row]:
+    def results(self) -> list[CorrelationSummary]:
         """Every correlation so far, first by kind, then by n, then by β2."""
-        self._absorb()
+        self._accumulate()
         lags = range(1, self.lags + 1)
-        rows = [row("temporal", n, None, self._temporal(n)) for n in lags]
-        rows += [row("spatial", n, None, self._spatial(n)) for n in lags]
+        rows = [summarize("temporal", n, None, self._temporal(n)) for n in lags]
+        rows += [summarize("spatial", n, None, self._spatial(n)) for n in lags]
         for kind, table in (("non", self._non()), ("max", self._max())):
             for n, values in enumerate(table):
-                rows += [row(kind, n, b, r) for b, r in zip(self.beta2s, values, strict=True)]
+                rows += [summarize(kind, n, b, r) for b, r in zip(self.beta2s, values, strict=True)]
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,29 +218,29 @@ class CorrelationStudy:
 
     # Summing up
 
-    def _absorb(self) -> None:
+    def _accumulate(self) -> None:
         """Add the steps that wait to the sums, a few columns at a time so that they stay cached."""
         L, steps = self.lags, self._waiting
         if steps == 0:
             return
         g = self._buffer[: L + steps]
-        max_v = self._absorb_max(largest_square(g[L:]))
-        for start in range(0, self.size, COLUMNS):
-            columns = slice(start, start + COLUMNS)
+        max_v = self._accumulate_max(largest_square(g[L:]))
+        for start in range(0, self.size, CHUNK_COLUMNS):
+            columns = slice(start, start + CHUNK_COLUMNS)
             x = g[:, columns].double()
-            self._absorb_products(x, columns)
+            self._accumulate_products(x, columns)
             s = x.square_()
-            self._absorb_w(s, columns)
+            self._accumulate_w(s, columns)
             sums = self._sums["sum_s_max"][..., columns]
             sums += torch.tensordot(max_v, s[L:], dims=([0], [0]))
-        self._absorb_pairs(g)
+        self._accumulate_pairs(g)
         g[:L].copy_(g[steps:].clone() if steps < L else g[steps:])
         self._waiting = 0
 
     def _absorbed(self) -> int:
         return self.count - self._waiting
 
-    def _absorb_products(self, x: Tensor, columns: slice) -> None:
+    def _accumulate_products(self, x: Tensor, columns: slice) -> None:
         L, sums = self.lags, self._sums
         gg, ss = sums["gg_lag"][:, columns].clone(), sums["ss_lag"][:, columns].clone()
         product = torch.empty_like(gg)
@@ -272,7 +251,7 @@ class CorrelationStudy:
         sums["gg_lag"][:, columns], sums["ss_lag"][:, columns] = gg, ss
         sums["g"][columns] += x[L:].sum(0)
 
-    def _absorb_w(self, s: Tensor, columns: slice) -> None:
+    def _accumulate_w(self, s: Tensor, columns: slice) -> None:
         L, sums = self.lags, self._sums
         sums["s"][columns] += s[L:].sum(0)
         sums["ss"][columns] += s[L:].square().sum(0)
@@ -284,7 +263,7 @@ class CorrelationStudy:
             sw.addcmul_(s[t], w)
         sums["w"][:, columns], sums["sw"][:, columns] = w, sw
 
-    def _absorb_max(self, largest: Tensor) -> Tensor:
+    def _accumulate_max(self, largest: Tensor) -> Tensor:
         """Run max's v, one number a step, over the block; return v_{t−n} for each t and n."""
         newest, sums = self._sums["max_v"], self._sums
         beta2 = newest.new_tensor(self.beta2s)
@@ -298,7 +277,7 @@ class CorrelationStudy:
         sums["sum_max_max"] += lagged.square().sum(0)
         return lagged
 
-    def _absorb_pairs(self, g: Tensor) -> None:
+    def _accumulate_pairs(self, g: Tensor) -> None:
         L = self.lags
         at_i, at_j = g[L:, self._i].double(), g[:, self._j].double()
         for n in range(1, L + 1):
@@ -373,8 +352,8 @@ class CorrelationStudy:
         if pairs < 2:
             return torch.full_like(xy, nan)
         dxdx, dydy = xx - x * x / pairs, yy - y * y / pairs
-        dxdx = torch.where(dxdx > ROUNDING * xx, dxdx, 0.0)
-        dydy = torch.where(dydy > ROUNDING * yy, dydy, 0.0)
+        dxdx = torch.where(dxdx > MIN_RELATIVE_VARIANCE * xx, dxdx, 0.0)
+        dydy = torch.where(dydy > MIN_RELATIVE_VARIANCE * yy, dydy, 0.0)
         return pearson(dxdx, dydy, xy - x * y / pairs)
 
 
@@ -389,12 +368,12 @@ def largest_square(g: Tensor) -> Tensor:
     return torch.maximum(-low, high).double().square_()
 
 
-def row(kind: str, n: int, beta2: float | None, values: Tensor) -> Row:
+def summarize(kind: str, n: int, beta2: float | None, values: Tensor) -> CorrelationSummary:
     values = values[~values.isnan()]
     if values.numel() == 0:
-        return Row(kind, n, beta2, nan, nan, 0)
+        return CorrelationSummary(kind, n, beta2, nan, nan, 0)
     std, mean = torch.std_mean(values, correction=0)
-    return Row(kind, n, beta2, mean.item(), std.item(), values.numel())
+    return CorrelationSummary(kind, n, beta2, mean.item(), std.item(), values.numel())
 
 
 def random_pairs(size: int, pairs: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -403,12 +382,3 @@ def random_pairs(size: int, pairs: int, generator: torch.Generator | None) -> tu
         raise ValueError(f"the gradients have {size} elements; a pair i ≠ j needs at least 2")
     i = torch.randint(size, (pairs,), generator=generator)
     return i, (i + torch.randint(1, size, (pairs,), generator=generator)) % size
-
-
-def copy_into(own: Tensor, saved: Tensor, name: str) -> None:
-    if own.shape != saved.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(saved.shape)} in the checkpoint and {tuple(own.shape)} here; "
-            "build the object with the arguments that it was saved with"
-        )
-    own.copy_(saved)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
-from adashift import AdamNC, AdaShift, SpatialOnly, trajectory
-from adashift.trajectory import NotLinear, chain_of, walk
+from adashift import AdamNC, AdaShift, SpatialOnly
+from adashift.analysis import trajectory
+from adashift.analysis.trajectory import NotLinear, chain_of, parameter_path
 
 SGD, Adam, NAdam = torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam
 BOX = (-1.0, 1.0)
@@ -85,7 +86,7 @@ def stepped(make, g, bounds=None):
 
 def filtered(make, g, bounds=None):
     updates = chain_of(make(scalars())).advance(g).update
-    return walk(np.zeros(g.shape[:-1]), updates, bounds)
+    return parameter_path(np.zeros(g.shape[:-1]), updates, bounds)
 
 
 def close(a, b):
@@ -163,7 +164,7 @@ def test_pieces_join_to_the_whole(make):
     g = streams()
     chain, theta, path = chain_of(make(scalars())), np.zeros(len(g)), []
     for piece in np.split(g, [1, 2, 5, 6, 13, 14, 45, 200], axis=-1):
-        path.append(walk(theta, chain.advance(piece).update, BOX))
+        path.append(parameter_path(theta, chain.advance(piece).update, BOX))
         theta = path[-1][:, -1]
     close(np.concatenate(path, axis=-1), filtered(make, g, BOX))
 
@@ -201,13 +202,13 @@ def test_walk_clips_after_every_step(length, bounds):
         start = rng.uniform(0, 0.5, size=4)
         updates = size * rng.normal(size=(4, length))
         expected = [plain_walk(x, row, bounds) for x, row in zip(start, updates, strict=True)]
-        assert_allclose(walk(start, updates, bounds), expected, rtol=1e-12, atol=1e-12)
+        assert_allclose(parameter_path(start, updates, bounds), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("bounds", "path"), [(None, [0.5, 2.5, 2.25]), (BOX, [0.5, 1, 0.75])])
 def test_walk_starts_from_one_number_and_keeps_the_updates(bounds, path):
     updates = np.array([0.5, -2.0, 0.25])
-    assert_array_equal(walk(np.array(1.0), updates, bounds), path)
+    assert_array_equal(parameter_path(np.array(1.0), updates, bounds), path)
     assert_array_equal(updates, [0.5, -2.0, 0.25])
 
 

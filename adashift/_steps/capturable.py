@@ -5,38 +5,37 @@ its place by looking at every place, and the window is added up at every step: c
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from adashift.spatial import phi_of_square, zero_v
-from adashift.window import State
+from adashift._base import ParamGroup, ParamState
+from adashift._spatial import phi_of_square, zero_v
 
 
-def names(start: str, count: int) -> list[str]:
+def key_names(start: str, count: int) -> list[str]:
     return [f"{start}{k}" for k in range(count)]
 
 
-def begin(g: Tensor, group: dict[str, Any]) -> State:
+def initial_state(g: Tensor, group: ParamGroup) -> ParamState:
     n, m = group["n"], group["m"] or group["n"]
     v = zero_v(group["phi"], g)
-    state: State = {"step": torch.zeros((), dtype=torch.float32, device=g.device), "v": v}
-    state |= {name: torch.zeros_like(v) for name in names("phi", n)}
-    return state | {name: torch.zeros_like(g) for name in names("slot", m if m > 1 else 0)}
+    state: ParamState = {"step": torch.zeros((), dtype=torch.float32, device=g.device), "v": v}
+    state |= {name: torch.zeros_like(v) for name in key_names("phi", n)}
+    return state | {name: torch.zeros_like(g) for name in key_names("slot", m if m > 1 else 0)}
 
 
-def put(state: State, places: list[str], place: Tensor, x: Tensor) -> None:
+def write_at(state: ParamState, places: list[str], place: Tensor, x: Tensor) -> None:
     """state[places[place]] ← x"""
     for k, name in enumerate(places):
         state[name].copy_(torch.where(place == k, x, state[name]))
 
 
-def first_moment(state: State, g: Tensor, beta1: float, m: int) -> Tensor:
+def first_moment(state: ParamState, g: Tensor, beta1: float, m: int) -> Tensor:
     if m == 1:
         return g
-    j, slots = (state["step"] - 1) % m, names("slot", m)
-    put(state, slots, j, g)
+    j, slots = (state["step"] - 1) % m, key_names("slot", m)
+    write_at(state, slots, j, g)
     weighted = torch.zeros_like(g)
     for k, name in enumerate(slots):
         weight = torch.full_like(j, beta1, dtype=g.dtype) ** ((j - k) % m)
@@ -44,15 +43,15 @@ def first_moment(state: State, g: Tensor, beta1: float, m: int) -> Tensor:
     return weighted / sum(beta1**i for i in range(m))
 
 
-def update(p: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> None:
+def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
     """One step of the rule, on the device from start to end."""
     n, (beta1, beta2), alpha = group["n"], group["betas"], group["lr"]
     state["step"] += 1
     t = state["step"]
     m = first_moment(state, g, beta1, group["m"] or n)
-    phis = names("phi", n)
+    phis = key_names("phi", n)
     old = sum(torch.where(t % n == k, state[name], 0.0) for k, name in enumerate(phis))
-    put(state, phis, t % n, phi_of_square(group["phi"], g))
+    write_at(state, phis, t % n, phi_of_square(group["phi"], g))
     v = state["v"].copy_(torch.where(t > n, beta2 * state["v"] + (1 - beta2) * old, state["v"]))
     past = (t - n).clamp(min=1).to(v.dtype)
     correction = -torch.expm1(past * (math.log(beta2) if beta2 else -math.inf))  # 1 - β2^(t-n)

@@ -1,4 +1,4 @@
-"""Every function of adashift.theory against brute force: recursions, enumeration, fractions."""
+"""adashift.analysis.theory against brute force: recursions, enumeration and exact fractions."""
 
 import doctest
 from fractions import Fraction
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.signal import lfilter
 
-from adashift import theory
-from adashift.theory import (
+from adashift.analysis import theory
+from adashift.analysis.theory import (
     StochasticProblem,
     critical_c,
     critical_c_closed_form,

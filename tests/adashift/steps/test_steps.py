@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adashift import AdaShift, fused
+from adashift import AdaShift
+from adashift._steps import cpu
 from adashift.reference import AdaShiftReference
 
 WAYS = [{}, {"foreach": True}, {"fused": True}, {"capturable": True}]
@@ -26,7 +27,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=NAMES)
 @pytest.fixture(autouse=True)
 def compiler():
     """Without one, `fused` is the default path, which would show nothing of the kernel."""
-    if fused.library(torch.float32) is None:
+    if cpu.kernel_for(torch.float32) is None:
         pytest.skip("no C compiler: the kernel cannot be built")
 
 
@@ -263,8 +264,8 @@ def test_ways_exclude_each_other(options):
 def kernel_steps(monkeypatch):
     """How many parameters the kernel has taken."""
     taken = []
-    add = fused.Jobs.add
-    monkeypatch.setattr(fused.Jobs, "add", lambda *args: (taken.append(1), add(*args)))
+    add = cpu.Jobs.add
+    monkeypatch.setattr(cpu.Jobs, "add", lambda *args: (taken.append(1), add(*args)))
     return taken
 
 
@@ -323,7 +324,7 @@ def stepped(phi, threads):
 @pytest.mark.parametrize("phi", PHIS)
 def test_the_number_of_threads_does_not_change_a_bit(phi, own, monkeypatch):
     if own:
-        monkeypatch.setattr(fused, "torch_threads", lambda: 0)
+        monkeypatch.setattr(cpu, "torch_threads", lambda: 0)
     alone = stepped(phi, 1)
     assert torch.equal(stepped(phi, 2), alone) and torch.equal(stepped(phi, 5), alone)
 
@@ -349,8 +350,8 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_window_longer_than_the_kernel_can_sum_up():
-    a, default, b, other = pair({"fused": True}, (50,), n=fused.LONGEST + 3, betas=(1.0, 0.9))
-    for t in range(2 * fused.LONGEST + 20):
+    a, default, b, other = pair({"fused": True}, (50,), n=cpu.MAX_CLOSING + 3, betas=(1.0, 0.9))
+    for t in range(2 * cpu.MAX_CLOSING + 20):
         feed(
             [(a, default), (b, other)], torch.randn(50, generator=torch.Generator().manual_seed(t))
         )
@@ -438,8 +439,10 @@ def test_compiled_steps_are_not_compiled_again():
 
 TRITON = """
 import torch
-from adashift import AdaShift, lists, optimizer
-from adashift.window import plan
+from adashift import AdaShift
+from adashift._steps import foreach
+from adashift._window import plan_window
+from adashift.optimizer import advance_state
 for phi in ("max", "mean"):
     for n, m in ((1, 1), (3, 3), (5, 2)):
         for decay in (0.0, 0.1):
@@ -449,19 +452,20 @@ for phi in ("max", "mean"):
             default, fused = AdaShift([a], **options), AdaShift([b], **options)
             group, state = fused.param_groups[0], fused.state[b]
             group["fused"] = True
-            assert lists.triton_kernel().fits(b, b, plan({}, b, 1, 0.9, m), phi)
+            assert foreach.triton_steps().triton_supports(b, b, plan_window({}, b, 1, 0.9, m), phi)
             for _ in range(4 * n + 3):
                 a.grad = g = torch.randn(3000, dtype=torch.float64)
                 default.step()
-                t = optimizer.begin(state, g, group)
+                t = advance_state(state, g, group)
                 with torch.no_grad():
-                    lists.update([(b, g, state, plan(state, g, t, 0.9, m), t)], group)
+                    entry = b, g, state, plan_window(state, g, t, 0.9, m), t
+                    foreach.step_foreach([entry], group)
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(state["v"], default.state[a]["v"], rtol=1e-6, atol=1e-9)
             g = torch.ones(3000, dtype=torch.float64)
             g[2222] = float("nan")
-            size, move = state["v"], plan({}, g, 1, 0.9, 1)
-            assert lists.triton_kernel().step(b, g, move, size, 0.9, 1.0, 1.0, phi).isnan()
+            size, move = state["v"], plan_window({}, g, 1, 0.9, 1)
+            assert foreach.triton_steps().step_triton(b, g, move, size, 0.9, 1.0, 1.0, phi).isnan()
 print("ok")
 """
 

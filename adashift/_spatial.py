@@ -10,7 +10,7 @@ from torch import Tensor
 Phi = str | Callable[[Tensor], Tensor]
 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: largest(x),  # the paper's choice: one number per block
+    "max": lambda x: block_max(x),  # the paper's choice: one number per block
     "mean": lambda x: x.mean(),
     "none": lambda x: x,  # element-wise: temporal shift only
 }
@@ -29,7 +29,7 @@ def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
     return PHI[phi]
 
 
-def whole(x: Any) -> Tensor:
+def reduce_partial(x: Any) -> Tensor:
     """x with the shares of all processes brought together (FSDP2 gives DTensors)."""
     placements = getattr(x, "placements", ())
     if not any(p.is_partial() for p in placements):
@@ -39,7 +39,7 @@ def whole(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
 
 
-def largest(x: Any) -> Tensor:
+def block_max(x: Any) -> Tensor:
     """max(x) over all processes; the share of a process in a small tensor may be empty."""
     if not hasattr(x, "placements"):
         return x.max()
@@ -48,7 +48,7 @@ def largest(x: Any) -> Tensor:
     local = x.to_local()
     top = local.max() if local.numel() else local.new_zeros(())
     parts = [Partial("max") if p.is_shard() else p for p in x.placements]
-    return whole(DTensor.from_local(top, x.device_mesh, parts, run_check=False))
+    return reduce_partial(DTensor.from_local(top, x.device_mesh, parts, run_check=False))
 
 
 def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
         low, high = torch.aminmax(g)  # on a CPU six times as fast as the norm of order inf
         return torch.maximum(low.square_(), high.square_())
     if phi == "mean":
-        return whole(torch.linalg.vector_norm(g)).square_().div_(g.numel())
-    return whole(get_phi(phi)(g**2))
+        return reduce_partial(torch.linalg.vector_norm(g)).square_().div_(g.numel())
+    return reduce_partial(get_phi(phi)(g**2))
 
 
 def zero_v(phi: Phi, g: Tensor) -> Tensor:
     """v_0 = 0, in the shape that φ gives for a gradient like g."""
-    scale = whole(get_phi(phi)(g**2))
+    scale = reduce_partial(get_phi(phi)(g**2))
     try:
         scale.expand_as(g)
     except (AttributeError, RuntimeError) as error:

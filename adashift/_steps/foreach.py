@@ -1,6 +1,6 @@
 """The rule over many parameters at once: few launches on a GPU, where a loop would be slow.
 
-With `fused` a Triton kernel takes each parameter in one pass (adashift/triton_kernel.py).
+With `fused` a Triton kernel takes each parameter in one pass (adashift/_steps/gpu.py).
 """
 
 import warnings
@@ -12,27 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adashift.spatial import phi_of_square
-from adashift.window import Move, State, total_weight
+from adashift._base import ParamGroup, ParamState
+from adashift._spatial import phi_of_square
+from adashift._window import WindowPlan, total_weight
 
-Entry = tuple[Tensor, Tensor, State, Move, int]  # θ, g, its state, its window's move, t
+Entry = tuple[Tensor, Tensor, ParamState, WindowPlan, int]  # θ, g, its state, its window's move, t
 
 
 @cache
-def triton_kernel() -> Any:
+def triton_steps() -> Any:
     """The module of the one-pass kernel, or None, with a warning, where there is no Triton."""
     try:
-        from adashift import triton_kernel
+        from adashift._steps import gpu
     except ImportError as error:
         warnings.warn(
             f"fused=True needs Triton on this device, but {error}; the default is used instead",
             stacklevel=2,
         )
         return None
-    return triton_kernel
+    return gpu
 
 
-def alike(entries: list[Entry]) -> list[list[Entry]]:
+def grouped(entries: list[Entry]) -> list[list[Entry]]:
     """Entries in lists of which every one does the same: device, dtype, t and parts of the move."""
     lists = defaultdict(list)
     for entry in entries:
@@ -41,37 +42,41 @@ def alike(entries: list[Entry]) -> list[list[Entry]]:
     return list(lists.values())
 
 
-def update(entries: list[Entry], group: dict[str, Any]) -> None:
-    for same in alike(entries):
-        update_alike(same, group)
+def step_foreach(entries: list[Entry], group: ParamGroup) -> None:
+    for same in grouped(entries):
+        step_list(same, group)
 
 
-def update_alike(entries: list[Entry], group: dict[str, Any]) -> None:
+def step_list(entries: list[Entry], group: ParamGroup) -> None:
     ps, gs, states, moves, (t, *_) = map(list, zip(*entries, strict=True))
     (beta1, beta2), n = group["betas"], group["n"]
     total, name = total_weight(beta1, group["m"] or n), f"phi{t % n}"
-    sum_up([move.closing for move in moves], beta1)
+    to_suffix_sums_foreach([move.closing for move in moves], beta1)
     sizes: list[Any] = []
     if t > n:
         vs = [state["v"] for state in states]
         torch._foreach_mul_(vs, beta2)
         torch._foreach_add_(vs, [state[name] for state in states], alpha=1 - beta2)
         sizes = step_sizes(vs, 1 - beta2 ** (t - n), group)
-    one_pass = triton_kernel() if group["fused"] else None
-    if one_pass and all(one_pass.fits(p, g, move, group["phi"]) for p, g, _, move, _ in entries):
+    one_pass = triton_steps() if group["fused"] else None
+    if one_pass and all(
+        one_pass.triton_supports(p, g, move, group["phi"]) for p, g, _, move, _ in entries
+    ):
         each = zip(ps, gs, moves, sizes or len(ps) * [None], strict=True)
         decay = 1 - group["lr"] * group["weight_decay"] * group["decoupled_weight_decay"]
-        new = [one_pass.step(*args, beta1, total, float(decay), group["phi"]) for args in each]
+        new = [
+            one_pass.step_triton(*args, beta1, total, float(decay), group["phi"]) for args in each
+        ]
     else:
-        terms = absorb(gs, moves, beta1, total)
+        terms = add_gradients(gs, moves, beta1, total)
         if sizes:
-            move_all(ps, terms, sizes, group)
-        new = phis(gs, group["phi"])
+            apply_steps(ps, terms, sizes, group)
+        new = phi_of_squares(gs, group["phi"])
     for state, phi in zip(states, new, strict=True):
         state[name] = phi
 
 
-def sum_up(closing: list[list[Tensor]], beta1: float) -> None:
+def to_suffix_sums_foreach(closing: list[list[Tensor]], beta1: float) -> None:
     """Turn the gradients of full blocks into sums from their end."""
     slots = list(map(list, zip(*closing, strict=True)))
     for k in range(len(slots) - 2, -1, -1):
@@ -79,7 +84,7 @@ def sum_up(closing: list[list[Tensor]], beta1: float) -> None:
         torch._foreach_add_(slots[k], slots[k + 1])
 
 
-def phis(gs: list[Tensor], phi: Any) -> list[Tensor]:
+def phi_of_squares(gs: list[Tensor], phi: Any) -> list[Tensor]:
     """φ(g²) of each gradient."""
     if phi not in ("max", "mean") or hasattr(gs[0], "placements"):
         return [phi_of_square(phi, g) for g in gs]
@@ -90,11 +95,11 @@ def phis(gs: list[Tensor], phi: Any) -> list[Tensor]:
     return norms
 
 
-def absorb(
-    gs: list[Tensor], moves: list[Move], beta1: float, total: float
+def add_gradients(
+    gs: list[Tensor], moves: list[WindowPlan], beta1: float, total: float
 ) -> list[tuple[list[Tensor], float]]:
     """Take in the gradients; return lists of buffers and coefficients whose sum is m_t."""
-    parts: dict[str, Any] = {f: [getattr(mv, f) for mv in moves] for f in Move._fields}
+    parts: dict[str, Any] = {f: [getattr(mv, f) for mv in moves] for f in WindowPlan._fields}
     terms = [(gs, 1.0)]
     if moves[0].keep is not None:
         if moves[0].keep is not moves[0].earlier:
@@ -111,7 +116,7 @@ def absorb(
     return [(buffers, weight / total) for buffers, weight in terms]
 
 
-def step_sizes(vs: list[Tensor], correction: float, group: dict[str, Any]) -> list[Tensor]:
+def step_sizes(vs: list[Tensor], correction: float, group: ParamGroup) -> list[Tensor]:
     """α / (√v̂ + ε), and 0 where v is still 0; small tensors, unless φ keeps all elements."""
     roots = list(torch._foreach_div(vs, correction))
     torch._foreach_sqrt_(roots)
@@ -119,11 +124,11 @@ def step_sizes(vs: list[Tensor], correction: float, group: dict[str, Any]) -> li
     return [torch.where(v == 0, 0.0, group["lr"] / r) for v, r in zip(vs, roots, strict=True)]
 
 
-def move_all(
+def apply_steps(
     ps: list[Tensor],
     terms: list[tuple[list[Tensor], float]],
     sizes: list[Tensor],
-    group: dict[str, Any],
+    group: ParamGroup,
 ) -> None:
     """θ −= size · m_t, in as many passes as m_t has terms."""
     if group["weight_decay"] and group["decoupled_weight_decay"]:

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.signal import lfilter
 
-from adashift.theory import (
+from adashift.analysis.theory import (
     StochasticProblem,
     critical_c,
     critical_c_closed_form,

@@ -5,14 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from adashift import correlation
-from adashift.correlation import STEPS, CorrelationStudy, RunningCorrelation, pearson
+from adashift import _moments
+from adashift._moments import pearson
+from adashift.analysis import correlation
+from adashift.analysis.correlation import CHUNK_STEPS, CorrelationStudy, RunningCorrelation
 
 LAGS, SHAPE = 3, (5, 8)
 
 
-def test_doctests():
-    result = doctest.testmod(correlation)
+@pytest.mark.parametrize("module", [_moments, correlation])
+def test_doctests(module):
+    result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
 
 
@@ -119,9 +122,9 @@ def heavy_tailed(steps):
     "gradients",
     [
         normal(LAGS + 3, *SHAPE),
-        normal(STEPS - 1, *SHAPE),
-        normal(STEPS, *SHAPE),
-        normal(2 * STEPS + 1, *SHAPE),
+        normal(CHUNK_STEPS - 1, *SHAPE),
+        normal(CHUNK_STEPS, *SHAPE),
+        normal(2 * CHUNK_STEPS + 1, *SHAPE),
         normal(1000, *SHAPE) + 0.5,
         1e-6 * heavy_tailed(600),
     ],
@@ -155,7 +158,7 @@ def test_looking_in_between_changes_nothing():
         assert a.mean == pytest.approx(b.mean, abs=1e-12)
 
 
-@pytest.mark.parametrize("saved_after", [1, LAGS, STEPS - 1, STEPS, 70])
+@pytest.mark.parametrize("saved_after", [1, LAGS, CHUNK_STEPS - 1, CHUNK_STEPS, 70])
 def test_the_study_goes_on_from_a_checkpoint_to_the_bit(saved_after):
     gradients = normal(150, *SHAPE)
     whole, first = (CorrelationStudy(SHAPE, LAGS, generator=seeded()) for _ in range(2))

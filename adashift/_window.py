@@ -19,19 +19,20 @@ changing they are left as they are and added up at every step.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
+from adashift._base import ParamState
+
 Terms = list[tuple[Tensor, float]]
 
 # Sums of a last block can be taken apart again while the smallest weight in them is not smaller.
 RECOVERABLE = 1e-3
 
 
-class Move(NamedTuple):
+class WindowPlan(NamedTuple):
     """What a step reads and writes of the window; g itself has the weight 1."""
 
     earlier: Tensor | None  # this block's sum so far, whose weight is β1
@@ -41,7 +42,7 @@ class Move(NamedTuple):
     closing: list[Tensor]  # slots 1 … of a full block, to be summed up before front is read
 
 
-NO_WINDOW = Move(None, None, None, [], [])  # m = 1
+NO_WINDOW = WindowPlan(None, None, None, [], [])  # m = 1
 
 
 @cache
@@ -55,15 +56,15 @@ def total_weight(beta1: float, m: int) -> float:
 
 
 @cache
-def slots(m: int) -> list[str]:
+def slot_names(m: int) -> list[str]:
     return [f"slot{k}" for k in range(m)]
 
 
-def plan(state: State, g: Tensor, t: int, beta1: float, m: int) -> Move:
-    """Make the window ready for g_t; the caller must do as the Move says."""
+def plan_window(state: ParamState, g: Tensor, t: int, beta1: float, m: int) -> WindowPlan:
+    """Make the window ready for g_t; the caller must do as the WindowPlan says."""
     if m == 1:
         return NO_WINDOW
-    j, slot, closing = (t - 1) % m, slots(m), []
+    j, slot, closing = (t - 1) % m, slot_names(m), []
     if t == 1:
         state.update(back=torch.zeros_like(g), beta1=beta1, summed=0)
         state.update({name: torch.zeros_like(g) for name in slot})
@@ -72,21 +73,23 @@ def plan(state: State, g: Tensor, t: int, beta1: float, m: int) -> Move:
         state["summed"] = int(settled)
         closing = [state[name] for name in slot[1:]] if settled else []
     elif beta1 != state["beta1"]:
-        rebase(state, j, beta1, m)
+        rebuild_sums(state, j, beta1, m)
     state["beta1"] = beta1
     earlier = None
     if j > 0 and beta1 > 0:  # 0 · inf would be NaN
         earlier = state["slot0" if j == 1 else "back"]
     keep = state["back"] if earlier is not None and j < m - 1 else None
-    return Move(earlier, keep, state[slot[j]], front(state, t, beta1, m), closing)
+    return WindowPlan(
+        earlier, keep, state[slot[j]], previous_block_terms(state, t, beta1, m), closing
+    )
 
 
-def absorb(move: Move, g: Tensor, beta1: float, m: int) -> Terms:
+def add_gradient(move: WindowPlan, g: Tensor, beta1: float, m: int) -> Terms:
     """Take in g_t; return buffers and coefficients whose sum is m_t (right from t = m on).
 
     The buffers, of which g is one, must not be changed by the caller.
     """
-    sum_up(move.closing, beta1)
+    to_suffix_sums(move.closing, beta1)
     terms = [(g, 1.0)]
     if move.keep is not None and move.earlier is not None:
         terms = [(torch.add(g, move.earlier, alpha=beta1, out=move.keep), 1.0)]
@@ -98,9 +101,9 @@ def absorb(move: Move, g: Tensor, beta1: float, m: int) -> Terms:
     return [(buffer, weight / total) for buffer, weight in terms + move.front]
 
 
-def front(state: State, t: int, beta1: float, m: int) -> Terms:
+def previous_block_terms(state: ParamState, t: int, beta1: float, m: int) -> Terms:
     """What of the last block is still in the window."""
-    j, slot = (t - 1) % m, slots(m)
+    j, slot = (t - 1) % m, slot_names(m)
     if t <= m or beta1 == 0:
         return []
     if state["summed"]:
@@ -109,16 +112,16 @@ def front(state: State, t: int, beta1: float, m: int) -> Terms:
     return [(buffer, weight) for buffer, weight in terms if weight > 0]
 
 
-def sum_up(closing: list[Tensor], beta1: float) -> None:
+def to_suffix_sums(closing: list[Tensor], beta1: float) -> None:
     """Turn the gradients of a full block into sums from its end."""
     for k in range(len(closing) - 2, -1, -1):
         weight = beta1 ** (len(closing) - 1 - k)
         torch.add(closing[k + 1], closing[k], alpha=weight, out=closing[k])
 
 
-def rebase(state: State, j: int, beta1: float, m: int) -> None:
+def rebuild_sums(state: ParamState, j: int, beta1: float, m: int) -> None:
     """Make back for another β1, and take the sums of the last block apart."""
-    old, slot = state["beta1"], slots(m)
+    old, slot = state["beta1"], slot_names(m)
     if state["summed"]:
         for k in range(j + 1, m - 1):
             difference = state[slot[k]] - state[slot[k + 1]]

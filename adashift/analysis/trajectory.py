@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.signal import lfilter
 
+from adashift.analysis.theory import Array
 from adashift.baselines import AdamNC, SpatialOnly
 from adashift.optimizer import AdaShift
 
-Array = NDArray[np.float64]
 NEGLIGIBLE = 2.0**-54  # 1 minus this is 1
 
 
@@ -73,41 +72,41 @@ def moving_average(beta: float, delay: int = 0) -> Filter:
 
 
 def window_average(beta: float, length: int) -> Filter:
-    """The newest `length` values with weights β^i, normalised (Eq. 18 of the paper)."""
+    """The newest `length` values with weights β^i, normalized (Eq. 18 of the paper)."""
     weights = np.power(float(beta), np.arange(length))
     return Filter(list(weights / weights.sum()), [1.0])
 
 
 Times = Array
-Normalise = Callable[[Array, Times], Array]
+Normalize = Callable[[Array, Times], Array]
 
 
-def bias_corrected(beta: float, delay: int = 0) -> Normalise:
+def bias_corrected(beta: float, delay: int = 0) -> Normalize:
     """Divide by 1 − β^(t−delay); before the first value has arrived there is nothing to divide."""
 
     memory = np.log(NEGLIGIBLE) / np.log(beta) if 0 < beta < 1 else 0.0
 
-    def normalise(average: Array, t: Times) -> Array:
+    def normalize(average: Array, t: Times) -> Array:
         early = int(np.searchsorted(t, memory + delay))  # later on the divisor is 1
         seen = np.maximum(t[:early] - delay, 1)
         average[..., :early] /= 1 - np.power(float(beta), seen)
         return average
 
-    return normalise
+    return normalize
 
 
-def running_maximum(inner: Normalise) -> Normalise:
+def running_maximum(inner: Normalize) -> Normalize:
     """AMSGrad as torch has it: the maximum of the raw average, corrected afterwards."""
     largest: list[Array] = []
 
-    def normalise(average: Array, t: Times) -> Array:
+    def normalize(average: Array, t: Times) -> Array:
         if largest:
             np.maximum(average[..., 0], largest.pop(), out=average[..., 0])
         raised = np.maximum.accumulate(average, axis=-1)
         largest.append(raised[..., -1].copy())
         return inner(raised, t)
 
-    return normalise
+    return normalize
 
 
 def unchanged(average: Array, t: Times) -> Array:
@@ -122,8 +121,8 @@ class Chain:
     eps: float
     first: Filter
     second: Filter
-    correct_first: Normalise = unchanged
-    correct_second: Normalise = unchanged
+    correct_first: Normalize = unchanged
+    correct_second: Normalize = unchanged
     t: int = field(default=0, init=False)
 
     def advance(self, g: Array) -> Moments:
@@ -204,7 +203,7 @@ class NesterovChain(Chain):
         raise NotLinear("NAdam weighs a gradient differently at each step: k is no filter")
 
 
-def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
+def group_settings(optimizer: torch.optim.Optimizer, **required: object) -> dict:
     """The one parameter group's settings, if those that depend on θ are off."""
     if len(optimizer.param_groups) != 1:
         raise NotLinear(
@@ -219,9 +218,9 @@ def settings_of(optimizer: torch.optim.Optimizer, **required: object) -> dict:
     return group
 
 
-def settings_of_blocks(optimizer: torch.optim.Optimizer) -> dict:
+def scalar_settings(optimizer: torch.optim.Optimizer) -> dict:
     """The same for a rule with a φ: over one number, every φ that has a name is that number."""
-    group = settings_of(optimizer)
+    group = group_settings(optimizer)
     if callable(group["phi"]) or [p.numel() for p in group["params"]] != [1]:
         raise NotLinear(f"{type(optimizer).__name__} with phi={group['phi']!r} over a block")
     return group
@@ -241,13 +240,13 @@ def chain_by_type(optimizer: torch.optim.Optimizer) -> Chain:
 
 @chain_by_type.register
 def _(optimizer: torch.optim.SGD) -> Chain:
-    s = settings_of(optimizer, nesterov=False)
+    s = group_settings(optimizer, nesterov=False)
     return PlainChain(s["lr"], s["momentum"], s["dampening"])
 
 
 @chain_by_type.register
 def _(optimizer: torch.optim.Adam) -> Chain:
-    s = settings_of(optimizer)
+    s = group_settings(optimizer)
     beta1, beta2 = s["betas"]
     correct = bias_corrected(beta2)
     return Chain(
@@ -262,14 +261,14 @@ def _(optimizer: torch.optim.Adam) -> Chain:
 
 @chain_by_type.register
 def _(optimizer: torch.optim.NAdam) -> Chain:
-    s = settings_of(optimizer, decoupled_weight_decay=False)
+    s = group_settings(optimizer, decoupled_weight_decay=False)
     beta1, beta2 = s["betas"]
     return NesterovChain(beta1, s["momentum_decay"], beta2, lr=s["lr"], eps=s["eps"])
 
 
 @chain_by_type.register
 def _(optimizer: SpatialOnly) -> Chain:
-    s = settings_of_blocks(optimizer)
+    s = scalar_settings(optimizer)
     beta1, beta2 = s["betas"]
     return Chain(
         s["lr"],
@@ -283,7 +282,7 @@ def _(optimizer: SpatialOnly) -> Chain:
 
 @chain_by_type.register
 def _(optimizer: AdamNC) -> Chain:
-    s = settings_of(optimizer)
+    s = group_settings(optimizer)
     return Chain(
         s["lr"],
         s["eps"],
@@ -296,7 +295,7 @@ def _(optimizer: AdamNC) -> Chain:
 
 @chain_by_type.register
 def _(optimizer: AdaShift) -> Chain:
-    s = settings_of_blocks(optimizer)
+    s = scalar_settings(optimizer)
     beta1, beta2 = s["betas"]
     n = s["n"]
     return ShiftedChain(
@@ -308,7 +307,9 @@ def _(optimizer: AdaShift) -> Chain:
     )
 
 
-def walk(start: Array, updates: Array, bounds: tuple[float, float] | None = None) -> Array:
+def parameter_path(
+    start: Array, updates: Array, bounds: tuple[float, float] | None = None
+) -> Array:
     """θ after each update, clipped to `bounds` after every one of them if they are given."""
     if bounds is None:
         return start[..., None] - np.cumsum(updates, axis=-1)
