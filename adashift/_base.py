@@ -16,7 +16,8 @@ ParamGroup = dict[str, Any]
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
     """Return x as a plain number if it lies in [low, high) (or [low, high] for end="]")."""
-    number = x if isinstance(x, Tensor) else float(x) if isinstance(x, Real) else nan
+    number = x if isinstance(x, Tensor) and x.numel() == 1 else nan
+    number = float(x) if isinstance(x, Real) else number
     if not (low <= number < high or (end == "]" and number == high)):
         raise ValueError(f"{name} is {x!r}; it must be in [{low}, {high}{end}, usually {usual}")
     return number
@@ -31,18 +32,27 @@ def check_betas(betas: Any, end: str = ")") -> tuple[float, float]:
     return beta1, check_number("betas[1]", pair[1], 0, 1, 0.999)
 
 
-def check_count(name: str, x: Any, high: float, cure: str) -> int:
+def check_count(name: str, x: Any, high: float, fix: str) -> int:
     """Return x as an int if it is a whole number in 1..high."""
     if not (isinstance(x, Integral) and 1 <= int(x) <= high):
         bound = "" if high == inf else f" <= {high}"
-        raise ValueError(f"{name} is {x!r}; it must be a whole number, 1 <= {name}{bound}: {cure}")
+        raise ValueError(f"{name} is {x!r}; it must be a whole number, 1 <= {name}{bound}: {fix}")
     return int(x)
+
+
+def check_switch(name: str, x: Any, *allowed: Any) -> Any:
+    """Return x if it is a bool or one of `allowed`."""
+    if not (isinstance(x, bool) or x in allowed):
+        raise ValueError(
+            f"{name} is {x!r}; it must be {' or '.join(map(str, (True, False, *allowed)))}"
+        )
+    return x
 
 
 class PerParameter(Optimizer, ABC):
     """A rule that treats each parameter alone. Subclasses write `_check` and `_update`.
 
-    All options live in param_groups and `state` holds ints and tensors only, so that pickle,
+    All options live in param_groups and `state` holds numbers and tensors only, so that pickle,
     deepcopy and torch.load(weights_only=True) lose nothing.
     """
 
@@ -51,6 +61,11 @@ class PerParameter(Optimizer, ABC):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         super().add_param_group(self._check({**self.defaults, **param_group}))
+        for p in self.param_groups[-1]["params"]:
+            if not (p.is_floating_point() or p.is_complex()):
+                raise ValueError(
+                    f"a parameter has dtype {p.dtype}; it must be a floating-point one"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -59,15 +74,19 @@ class PerParameter(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
-            self._refuse_unsupported(ready)
-            self._update_group(ready, group)
+        groups = [
+            ([p for p in group["params"] if p.grad is not None and p.numel() > 0], group)
+            for group in self.param_groups
+        ]
+        for params, group in groups:  # all before anything is changed
+            self._validate(params, group)
+        for params, group in groups:
+            self._update_group(params, group)
         return loss
 
     def _update_group(self, params: list[Tensor], group: ParamGroup) -> None:
         for p in params:
-            self._update(as_real(p), gradient_of(p, group), self.state[p], group)
+            self._update(*real_pair(p, group), self.state[p], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint; every tensor is copied and keeps its dtype.
@@ -91,9 +110,13 @@ class PerParameter(Optimizer, ABC):
         for i, p in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to(p.device, copy=True)
+                    self.state[p][key] = self._restored(key, value.detach(), p)
 
-    def _refuse_unsupported(self, params: list[Tensor]) -> None:
+    def _restored(self, key: str, value: Tensor, p: Tensor) -> Tensor:
+        return value.to(p.device, copy=True)
+
+    def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
+        """Raise an error for what cannot be stepped."""
         for p in params:
             if p.grad.layout is not torch.strided:  # type: ignore[union-attr]
                 raise RuntimeError(
@@ -112,20 +135,31 @@ class PerParameter(Optimizer, ABC):
         """Move p by the rule."""
 
 
-def as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.dtype.is_complex else x
+def real_view(p: Tensor) -> Tensor:
+    """p as a real tensor; writing to it writes to p."""
+    if not p.is_complex():
+        return p
+    return torch.view_as_real(p.conj() if p.is_conj() else p)
 
 
-def raw_gradient(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return as_real(p.grad)
+def real_gradient(p: Tensor) -> Tensor:
+    g = p.grad
+    assert g is not None
+    if p.is_conj():  # memory holds the conjugate of p, whose gradient is the conjugate of g
+        g = g.conj()
+    return torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
 
 
-def gradient_of(p: Tensor, group: ParamGroup) -> Tensor:
-    """The gradient as the rule sees it: real, of at least single precision, uphill turned down."""
-    g = raw_gradient(p)
-    g = g.float() if g.dtype in (torch.float16, torch.bfloat16) else g
+def state_dtype_of(p: Tensor) -> torch.dtype:
+    """The dtype of the state of a real parameter: at least single precision."""
+    return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+
+
+def real_pair(p: Tensor, group: ParamGroup) -> tuple[Tensor, Tensor]:
+    """The parameter, and the gradient as the rule sees it: of the state's dtype, to be descended."""
+    theta = real_view(p)
+    g = real_gradient(p).to(state_dtype_of(theta))
     g = -g if group.get("maximize") else g
     if group.get("weight_decay") and not group["decoupled_weight_decay"]:
-        g = g + group["weight_decay"] * as_real(p)
-    return g
+        g = g + group["weight_decay"] * theta
+    return theta, g

@@ -1,4 +1,8 @@
-"""The spatial function φ: what a block of squared gradients tells v. A block is one tensor."""
+"""The spatial function φ: what a block of squared gradients tells v.
+
+A block is one tensor, or with φ = row one index of its first dimension: a row of a matrix, a filter
+of a convolution, a word of an embedding.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +16,7 @@ Phi = str | Callable[[Tensor], Tensor]
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: block_max(x),  # the paper's choice: one number per block
     "mean": lambda x: x.mean(),
+    "row": lambda x: x.amax(tuple(range(1, x.dim())), keepdim=True) if x.dim() > 1 else x,
     "none": lambda x: x,  # element-wise: temporal shift only
 }
 
@@ -61,7 +66,8 @@ def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
         low, high = torch.aminmax(g)  # on a CPU six times as fast as the norm of order inf
         return torch.maximum(low.square_(), high.square_())
     if phi == "mean":
-        return reduce_partial(torch.linalg.vector_norm(g)).square_().div_(g.numel())
+        norm = torch.linalg.vector_norm(g, dtype=torch.float64)  # the sum of squares may overflow
+        return reduce_partial(norm).square_().div_(g.numel()).to(g.dtype)
     return reduce_partial(get_phi(phi)(g**2))
 
 

@@ -1,51 +1,43 @@
-"""The newest m gradients, weighted by β1^i, at a cost that does not grow with m and without drift.
+"""The window of the first moment: the newest m gradients, weighted by β1^i.
 
-A running sum that adds the newest gradient and subtracts the oldest keeps the rounding error of
-every outlier, and inf − inf is NaN for ever. So nothing is subtracted here. Time is cut into blocks
-of m steps, and the window is the end of the last block and the start of this one:
+The m slots of a parameter hold its newest gradients, and a running sum follows them:
 
-    back    Σ β1^(j−i) g_i over this block's gradients 0 … j, grown by one each step
-    slot k  of the last block: Σ β1^(m−1−i) g_i over i = k … m−1, a sum from k to the block's end
+    S_t = β1 S_{t-1} + g_t − β1^m g_{t-m}          m_t = S_t / W,  W = Σ_{i<m} β1^i
 
-At position j the window is back + β1^(j+1) · slot (j+1): two buffers are read, whatever m is. The
-gradient then takes the place of slot j, which no later step reads. When the block is full its
-gradients are turned into sums from the end, in place: m additions in m steps. What has left the
-window is in no sum that is read again. At j = 0 slot 0 is all there is of back, and at j = m − 1
-nobody will read it: it is not written then.
+This reads and writes as much as Adam does, whatever m is. Alone it would keep the rounding error of
+every outlier, and inf − inf is NaN forever. So a bound e of its error is kept for each parameter. Let u
+be the unit of rounding, G the largest |g| in the window, and G⁺ that of the window and the gradient
+that leaves it. |S| ≤ W G⁺, and a step rounds three times:
 
-The sums are right for one β1. When it changes, the gradients of this block, which are still there,
-are added up anew, and those of the last block are taken out of their sums; as long as β1 goes on
-changing they are left as they are and added up at every step.
+    e_t = β1 e_{t-1} + 3u (β1 W + 1 + β1^m) G⁺ = β1 e_{t-1} + 3u (W + 2 β1^m) G⁺
+
+If e_t would exceed 25u W² G, or is not finite, or β1 has changed, S_t is summed again from the slots,
+from the oldest to the newest, which rounds twice for each of them: e_t = 2u W² G. So at every step
+
+    |error of m_t| ≤ 25u W G
+
+which is 1e-5 of the largest gradient in the window for float32, β1 = 0.9 and m = 10. The decision is
+made before g_t is known, with G taken over the other gradients: a larger g_t adds more to the right of
+the comparison than to the left. Gradients of about one size never need it.
+
+m = inf keeps no slots: S_t = β1 S_{t-1} + g_t and W_t = β1 W_{t-1} + 1.
 """
 
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf, isnan, nan
 
 import torch
 from torch import Tensor
 
 from adashift._base import ParamState
 
-Terms = list[tuple[Tensor, float]]
-
-# Sums of a last block can be taken apart again while the smallest weight in them is not smaller.
-RECOVERABLE = 1e-3
-
-
-class WindowPlan(NamedTuple):
-    """What a step reads and writes of the window; g itself has the weight 1."""
-
-    earlier: Tensor | None  # this block's sum so far, whose weight is β1
-    keep: Tensor | None  # where the sum with g goes
-    slot: Tensor | None  # where g goes
-    front: Terms  # what the last block still has in the window
-    closing: list[Tensor]  # slots 1 … of a full block, to be summed up before front is read
+CORRECTION, WEIGHT, BETA1, PEAKS = range(4)  # places in state["number"]; m peaks follow
+ERROR = WEIGHT  # a window with an end has no weight to follow, one without no error to bound
+UNKNOWN = -1.0  # the error after a step by a way that has no running sum
 
 
-NO_WINDOW = WindowPlan(None, None, None, [], [])  # m = 1
-
-
-@cache
+@lru_cache(64)
 def total_weight(beta1: float, m: int) -> float:
     """Σ_{i<m} β1^i
 
@@ -55,78 +47,83 @@ def total_weight(beta1: float, m: int) -> float:
     return sum(beta1**i for i in range(m))
 
 
-@cache
-def slot_names(m: int) -> list[str]:
-    return [f"slot{k}" for k in range(m)]
+def is_plain(x: Tensor) -> bool:
+    """Whether x is a tensor with memory of its own, and not a DTensor or another wrapper."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def plan_window(state: ParamState, g: Tensor, t: int, beta1: float, m: int) -> WindowPlan:
-    """Make the window ready for g_t; the caller must do as the WindowPlan says."""
-    if m == 1:
-        return NO_WINDOW
-    j, slot, closing = (t - 1) % m, slot_names(m), []
-    if t == 1:
-        state.update(back=torch.zeros_like(g), beta1=beta1, summed=0)
-        state.update({name: torch.zeros_like(g) for name in slot})
-    elif j == 0:
-        settled = beta1 == state["beta1"] and beta1 ** (m - 1) >= RECOVERABLE
-        state["summed"] = int(settled)
-        closing = [state[name] for name in slot[1:]] if settled else []
-    elif beta1 != state["beta1"]:
-        rebuild_sums(state, j, beta1, m)
-    state["beta1"] = beta1
-    earlier = None
-    if j > 0 and beta1 > 0:  # 0 · inf would be NaN
-        earlier = state["slot0" if j == 1 else "back"]
-    keep = state["back"] if earlier is not None and j < m - 1 else None
-    return WindowPlan(
-        earlier, keep, state[slot[j]], previous_block_terms(state, t, beta1, m), closing
-    )
+def is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(x))
 
 
-def add_gradient(move: WindowPlan, g: Tensor, beta1: float, m: int) -> Terms:
-    """Take in g_t; return buffers and coefficients whose sum is m_t (right from t = m on).
+def zeros_beside(p: Tensor, dtype: torch.dtype, count: int = 0, place: int = 0) -> Tensor:
+    """Zeros of the shape and memory layout of p, or a stack of `count` of them.
 
-    The buffers, of which g is one, must not be changed by the caller.
+    Large buffers start at different places of a memory page (`place` 0 to 3): if all of them started
+    at the same one, a step that goes through them together would be a fifth slower.
     """
-    to_suffix_sums(move.closing, beta1)
-    terms = [(g, 1.0)]
-    if move.keep is not None and move.earlier is not None:
-        terms = [(torch.add(g, move.earlier, alpha=beta1, out=move.keep), 1.0)]
-    elif move.earlier is not None:
-        terms += [(move.earlier, beta1)]
-    if move.slot is not None:
-        move.slot.copy_(g)
-    total = total_weight(beta1, m)
-    return [(buffer, weight / total) for buffer, weight in terms + move.front]
+    if not (is_plain(p) and is_dense(p)):
+        one = torch.zeros_like(p, dtype=dtype)
+        return torch.stack([one] * count) if count else one
+    size, stride = tuple(p.shape), p.stride()
+    if count:
+        size, stride = (count, *size), (p.numel(), *stride)
+    elements = p.numel() * max(count, 1)
+    start = place * 1024 // dtype.itemsize if elements * dtype.itemsize >= 2**20 else 0
+    return p.new_zeros(start + elements, dtype=dtype).as_strided(size, stride, start)
 
 
-def previous_block_terms(state: ParamState, t: int, beta1: float, m: int) -> Terms:
-    """What of the last block is still in the window."""
-    j, slot = (t - 1) % m, slot_names(m)
-    if t <= m or beta1 == 0:
-        return []
-    if state["summed"]:
-        return [(state[slot[j + 1]], beta1 ** (j + 1))] if j + 1 < m else []
-    terms = [(state[slot[k]], beta1 ** (j + m - k)) for k in range(j + 1, m)]
-    return [(buffer, weight) for buffer, weight in terms if weight > 0]
+def window_state(p: Tensor, dtype: torch.dtype, slot_dtype: torch.dtype, m: float) -> ParamState:
+    """The buffers of a window before the first gradient."""
+    if m == 1:
+        return {}
+    buffers = {"sum": zeros_beside(p, dtype, place=1)}
+    return buffers if m == inf else buffers | {"slots": zeros_beside(p, slot_dtype, int(m), 2)}
 
 
-def to_suffix_sums(closing: list[Tensor], beta1: float) -> None:
-    """Turn the gradients of a full block into sums from its end."""
-    for k in range(len(closing) - 2, -1, -1):
-        weight = beta1 ** (len(closing) - 1 - k)
-        torch.add(closing[k + 1], closing[k], alpha=weight, out=closing[k])
+# -- the running sum on the host ---------------------------------------------------------------
 
 
-def rebuild_sums(state: ParamState, j: int, beta1: float, m: int) -> None:
-    """Make back for another β1, and take the sums of the last block apart."""
-    old, slot = state["beta1"], slot_names(m)
-    if state["summed"]:
-        for k in range(j + 1, m - 1):
-            difference = state[slot[k]] - state[slot[k + 1]]
-            state[slot[k]] = difference.div_(old ** (m - 1 - k))
-        state["summed"] = 0
-    state["back"].copy_(state["slot0"])
-    for i in range(1, j):
-        torch.add(state[slot[i]], state["back"], alpha=beta1, out=state["back"])
+def largest(values: Sequence[float]) -> float:
+    """The largest number, or NaN if there is one."""
+    return nan if any(map(isnan, values)) else max(values, default=0.0)
+
+
+class Bound:
+    """The bound of one parameter's sum before step t, read from state["number"]."""
+
+    def __init__(self, number: Tensor, t: int, beta1: float, m: int) -> None:
+        _, error, last_beta1, *peaks = number.tolist()
+        self.number, self.t, self.beta1, self.m = number, t, beta1, m
+        self.total, self.unit = total_weight(beta1, m), torch.finfo(number.dtype).eps / 2
+        self.leaving = peaks.pop(t % m)
+        self.peak = largest(peaks)
+        error = beta1 * error + self.rounding(self.peak)
+        same = beta1 != 0 and last_beta1 == torch.tensor(beta1, dtype=number.dtype).item()
+        self.sums_again = not (same and error <= 25 * self.unit * self.total**2 * self.peak)
+
+    def rounding(self, peak: float) -> float:
+        return 3 * self.unit * (self.total + 2 * self.beta1**self.m) * largest([peak, self.leaving])
+
+    def advance(self, newest: float) -> None:
+        """Note the largest |g_t|, and the error after the step."""
+        peak = largest([self.peak, newest])
+        error = 2 * self.unit * self.total**2 * peak
+        if not self.sums_again:
+            error = self.beta1 * self.number[ERROR].item() + self.rounding(peak)
+        self.number[ERROR] = error * (1 + 4 * self.unit)
+        self.number[BETA1] = self.beta1
+        self.number[PEAKS + self.t % self.m] = newest
+
+
+def forget_error(state: ParamState) -> None:
+    """Let a way with a running sum begin with a sum over all slots, whose sizes it must look up."""
+    if "slots" in state:
+        state["number"][ERROR] = UNKNOWN
+
+
+def recover_error(state: ParamState) -> None:
+    """Undo `forget_error`: find the largest gradient of every slot."""
+    if "slots" in state and state["number"][ERROR] == UNKNOWN:
+        state["number"][PEAKS:] = state["slots"].flatten(1).abs().amax(1)
+        state["number"][ERROR] = inf

@@ -1,7 +1,8 @@
 """AdaShift (Zhou et al., ICLR 2019) as a torch optimizer."""
 
-from math import inf
-from typing import Any
+import warnings
+from math import ceil, inf, log
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +13,40 @@ from adashift._base import (
     ParamGroup,
     ParamState,
     PerParameter,
-    as_real,
     check_betas,
     check_count,
     check_number,
-    gradient_of,
-    raw_gradient,
+    check_switch,
+    real_pair,
+    real_view,
+    state_dtype_of,
 )
 from adashift._spatial import PHI, Phi, get_phi, zero_v
-from adashift._steps import capturable as captured
 from adashift._steps import cpu
-from adashift._steps.foreach import Entry, step_foreach
-from adashift._steps.single import step_single
-from adashift._window import plan_window
+from adashift._steps.single import step_capturable, step_single
+from adashift._window import PEAKS, is_plain, window_state, zeros_beside
 
 PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
+SHARED_WEIGHT = 0.01  # of gradients that v_t has seen, in the m_t of an endless window
+SWITCHES = ("decoupled_weight_decay", "maximize", "capturable", "stochastic_rounding")
+LATER_OPTIONS = dict(  # options that the first checkpoints do not have
+    weight_decay=0.0,
+    decoupled_weight_decay=True,
+    maximize=False,
+    foreach=None,
+    fused=None,
+    capturable=False,
+    stochastic_rounding=False,
+    state_dtype=None,
+)
+
+
+class StepPlan(NamedTuple):
+    """Which parameters of a group a kernel takes, and which go one by one."""
+
+    facts: list[Any]  # what it depends on
+    tables: list[cpu.JobTable]
+    rest: list[Tensor]
 
 
 class AdaShift(PerParameter):
@@ -86,7 +106,7 @@ class AdaShift(PerParameter):
         eps: float = 1e-8,
         *,
         n: int = 10,
-        m: int | None = None,
+        m: float | None = None,
         phi: Phi = "max",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
@@ -94,120 +114,208 @@ class AdaShift(PerParameter):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         options = dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay)
         options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
         options |= dict(foreach=foreach, fused=fused, capturable=capturable)
+        options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
         super().__init__(params, options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # checkpoints from before these options existed
-            group.setdefault("weight_decay", 0.0)
-            group.setdefault("decoupled_weight_decay", True)
-            group.setdefault("maximize", False)
-            group.setdefault("foreach", None)
-            group.setdefault("fused", None)
-            group.setdefault("capturable", False)
+        for group in self.param_groups:
+            for name, value in LATER_OPTIONS.items():
+                group.setdefault(name, value)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
         get_phi(options["phi"])
         n = check_count("n", options["n"], inf, "v needs a past gradient, usually n=10")
-        m = options["m"]
+        m, betas = options["m"], check_betas(options["betas"], end="]")
         chosen = [way for way in ("foreach", "fused", "capturable") if options[way]]
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join(chosen)} are both True; they exclude each other")
+        if options["state_dtype"] not in (None, torch.bfloat16):
+            dtype = options["state_dtype"]
+            raise ValueError(f"state_dtype is {dtype}; it must be None or torch.bfloat16")
+        if m == inf:
+            warn_of_shared_gradients(float(betas[0]), n)
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
-            "betas": check_betas(options["betas"], end="]"),
+            "betas": betas,
             "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
             "weight_decay": check_number("weight_decay", options["weight_decay"], 0, inf, 0),
             "n": n,
-            "m": m if m is None else check_count("m", m, n, f"m=None means n={n}"),
+            "m": m if m in (None, inf) else check_count("m", m, n, f"m=None means n={n}"),
+            **{name: check_switch(name, options[name]) for name in SWITCHES},
+            **{name: check_switch(name, options[name], None) for name in ("foreach", "fused")},
         }
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         super().add_param_group(param_group)
-        if self.param_groups[-1]["fused"]:  # compile now, so that a warning comes at once
-            for p in self.param_groups[-1]["params"]:
-                cpu.supports(as_real(p), self.param_groups[-1]["phi"])
+        group = self.param_groups[-1]
+        for p in group["params"] if group["fused"] else ():
+            cpu.supports(p, group)  # compile now, so that a warning comes at once
+
+    @property
+    def _plans(self) -> dict[int, StepPlan]:
+        """One for each group; neither copied nor saved with the optimizer."""
+        plans: dict[int, StepPlan] = self.__dict__.setdefault("_kept_plans", {})
+        return plans
+
+    def _restored(self, key: str, value: Tensor, p: Tensor) -> Tensor:
+        self._plans.clear()
+        theta = real_view(p)
+        if key == "step":
+            return value.to("cpu", copy=True)
+        if not is_plain(theta) or value.shape[value.dim() - theta.dim() :] != theta.shape:
+            return super()._restored(key, value, p)
+        count = len(value) if value.dim() > theta.dim() else 0
+        place = ("", "sum", "slots").index(key) if key in ("sum", "slots") else 0
+        return zeros_beside(theta, value.dtype, count, place).copy_(value)
+
+    def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
+        super()._validate(params, group)
+        if not torch.compiler.is_compiling():
+            self._make_plan(params, group)
+        for p in self._plans[id(group)].rest if id(group) in self._plans else params:
+            self._state_of(p, group)
+
+    def _make_plan(self, params: list[Tensor], group: ParamGroup) -> None:
+        """Decide who goes which way, unless nothing has changed since the last step."""
+        facts = [group[name] for name in ("fused", "phi", "n", "m", "state_dtype")]
+        facts += self._facts_of(params, group)
+        plan = self._plans.get(id(group))
+        if plan is not None and plan.facts == facts:
+            return
+        taken: dict[torch.dtype, list[Tensor]] = {}
+        rest = []
+        for p in params:
+            state = self._state_of(p, group)
+            if group["fused"] and cpu.supports(p, group) and cpu.supports_step(p, state, group):
+                taken.setdefault(p.dtype, []).append(p)
+            else:
+                rest.append(p)
+        tables = [cpu.JobTable(ps, [self.state[p] for p in ps], group) for ps in taken.values()]
+        facts[5:] = self._facts_of(params, group)  # states may be new
+        self._plans[id(group)] = StepPlan(facts, tables, rest)
+
+    def _facts_of(self, params: list[Tensor], group: ParamGroup) -> list[Any]:
+        if not group["fused"]:
+            return list(map(id, params))
+        return [facts_of(p, self.state[p]) for p in params]
+
+    def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
+        """The state of a parameter, made with its first gradient; it must fit."""
+        theta, state = real_view(p), self.state[p]
+        if not state:
+            state.update(new_state(theta, group))
+        refuse_other_options(state, group)
+        refuse_other_memory(theta, state)
+        return state
 
     def _update_group(self, params: list[Tensor], group: ParamGroup) -> None:
-        if group["capturable"]:
-            for p in params:
-                step_captured(as_real(p), gradient_of(p, group), self.state[p], group)
+        if torch.compiler.is_compiling() and group["capturable"]:
+            self._update_one_by_one(params, group)
         else:
-            self._update_eagerly(params, group)
+            self._update_eagerly(group)
 
-    @_disable_dynamo  # t is a number here: torch.compile would compile every step anew
-    def _update_eagerly(self, params: list[Tensor], group: ParamGroup) -> None:
-        if group["fused"] or (params and uses_foreach(params[0], group)):
-            self._update_together(params, group)
-        else:
-            super()._update_group(params, group)
+    @_disable_dynamo  # t is a number here: torch.compile would compile every step again
+    def _update_eagerly(self, group: ParamGroup) -> None:
+        plan = self._plans[id(group)]
+        for table in plan.tables:
+            table.step(group)
+        self._update_one_by_one(plan.rest, group)
+
+    def _update_one_by_one(self, params: list[Tensor], group: ParamGroup) -> None:
+        step = step_capturable if group["capturable"] else step_single
+        for p in params:
+            step(*real_pair(p, group), self.state[p], group)
 
     def _update(self, p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
-        t = advance_state(state, g, group)
-        move = plan_window(state, g, t, group["betas"][0], group["m"] or group["n"])
-        step_single(p, g, state, move, t, group)
-
-    def _update_together(self, params: list[Tensor], group: ParamGroup) -> None:
-        """By the kernel, else by lists; what neither takes goes its own way."""
-        beta1, m = group["betas"][0], group["m"] or group["n"]
-        entries, jobs = list[Entry](), cpu.Jobs(group)
-        for p in params:
-            theta, state = as_real(p), self.state[p]
-            fused = group["fused"] and cpu.supports(theta, group["phi"])
-            g = raw_gradient(p) if fused else gradient_of(p, group)  # the kernel does the rest
-            t = advance_state(state, g, group)
-            move = plan_window(state, g, t, beta1, m)
-            if fused and cpu.supports_layout(
-                theta, g, move, state["v"], state[f"phi{t % group['n']}"]
-            ):
-                jobs.add(theta, g, move, state, t)
-            elif uses_foreach(p, group):
-                entries.append((theta, gradient_of(p, group), state, move, t))
-            else:
-                step_single(theta, gradient_of(p, group), state, move, t, group)
-        jobs.run()
-        step_foreach(entries, group)
+        step_single(p, g, state, group)
 
 
-def uses_foreach(p: Tensor, group: ParamGroup) -> bool:
-    """On a GPU unless it is refused, elsewhere if it is asked for."""
-    return bool(group["foreach"] or (group["foreach"] is None and not p.is_cpu))
+def warn_of_shared_gradients(beta1: float, n: int) -> None:
+    if beta1**n > SHARED_WEIGHT:
+        fix = f"use n={ceil(log(SHARED_WEIGHT) / log(beta1))}" if beta1 < 1 else "use betas[0] < 1"
+        warnings.warn(
+            f"m=inf with betas[0]={beta1} and n={n}: gradients that v_t has seen have a weight of "
+            f"{beta1**n:.2g} in m_t, so that the two are correlated; {fix} or more",
+            stacklevel=6,
+        )
 
 
-def advance_state(state: ParamState, g: Tensor, group: ParamGroup) -> int:
-    """Make the state on the first gradient; return t, which counts a parameter's gradients."""
-    n, m, phi = group["n"], group["m"] or group["n"], group["phi"]
-    kind = -1 if callable(phi) else PHI_NUMBER[phi]
-    if not state:
-        v = zero_v(phi, g)  # every key from the first step on: DCP loads only those it finds
-        state.update(step=0, n=n, m=m, kind=kind, v=v)
-        state.update({f"phi{k}": torch.zeros_like(v) for k in range(n)})
-    if isinstance(state["step"], Tensor):
-        raise changed("capturable", True, False)
-    if (state["n"], state["m"], state["kind"]) != (n, m, kind):
-        was = {**state, "phi": [*PHI, "a function"][state["kind"]]}
-        now = {"n": n, "m": m, "phi": "a function" if kind < 0 else phi}
-        name = next(name for name in now if was[name] != now[name])
-        raise changed(name, was[name], now[name])
-    state["step"] += 1
-    return state["step"]
-
-
-def changed(name: str, was: Any, now: Any) -> RuntimeError:
-    return RuntimeError(
-        f"{name} was changed from {was} to {now} during training; what is stored does not fit: "
-        "build a new AdaShift, which starts with n steps without motion"
+def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
+    """What may change between two steps and decides where and how memory is read."""
+    if not is_plain(p):
+        return (id(p),)
+    g = p.grad
+    assert g is not None
+    return (
+        p.data_ptr(),
+        p.shape,
+        p.stride(),
+        p.dtype,
+        g.stride(),
+        g.dtype,
+        g.is_neg(),
+        id(state.get("number")),
     )
 
 
-def step_captured(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
-    if not state:
-        state.update(captured.initial_state(g, group))
-    if not isinstance(state["step"], Tensor):
-        raise changed("capturable", False, True)
-    captured.step_capturable(p, g, state, group)
+def new_state(theta: Tensor, group: ParamGroup) -> ParamState:
+    """Every key from the first step on: distributed checkpoints load only those that they find."""
+    n, m, phi, dtype = group["n"], group["m"] or group["n"], group["phi"], state_dtype_of(theta)
+    v = zero_v(phi, torch.zeros_like(theta, dtype=dtype))
+    peaks = int(m) if 1 < m < inf else 0
+    elementwise = v.shape == theta.shape and v.dim() > 0
+    return {
+        "step": torch.zeros((), dtype=torch.int64),
+        "n": n,
+        "m": 0 if m == inf else m,
+        "kind": -1 if callable(phi) else PHI_NUMBER[phi],
+        "v": zeros_beside(theta, dtype) if elementwise else v,
+        "phi": zeros_beside(theta, dtype, n) if elementwise else torch.stack([v] * n),
+        "number": torch.zeros(PEAKS + peaks, dtype=dtype, device=theta.device),
+        **window_state(theta, dtype, group["state_dtype"] or dtype, m),
+    }
+
+
+def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
+    """n, m and phi decide what the state holds."""
+    if "number" not in state:
+        raise RuntimeError(
+            f"the state has {', '.join(map(str, state))}: it is that of another optimizer or of "
+            "AdaShift 0.1; start with a new AdaShift"
+        )
+    m, phi = group["m"] or group["n"], group["phi"]
+    kind = -1 if callable(phi) else PHI_NUMBER[phi]
+    was = {"n": state["n"], "m": state["m"] or inf, "phi": [*PHI, "a function"][state["kind"]]}
+    now = {"n": group["n"], "m": m, "phi": [*PHI, "a function"][kind]}
+    for name in now:
+        if was[name] != now[name]:
+            raise RuntimeError(
+                f"{name} was changed from {was[name]} to {now[name]} during training; the state does "
+                "not fit: build a new AdaShift, which starts with n steps without motion"
+            )
+
+
+def refuse_other_memory(theta: Tensor, state: ParamState) -> None:
+    for name in ("sum", "slots", "v", "phi", "number"):
+        x = state.get(name)
+        if x is None:
+            continue
+        if x.device != theta.device:
+            raise RuntimeError(f"state {name!r} is on {x.device}, its parameter on {theta.device}")
+        per_element = name in ("sum", "slots") or state["kind"] == PHI_NUMBER["none"]
+        shape = (
+            x.shape[x.dim() - theta.dim() :] if name != "number" and per_element else theta.shape
+        )
+        if shape != theta.shape:
+            raise RuntimeError(
+                f"state {name!r} is for a parameter of shape {tuple(shape)}, but it has "
+                f"{tuple(theta.shape)}: build a new AdaShift after a change of shape"
+            )

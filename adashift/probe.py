@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from adashift._base import ParamGroup, ParamState, as_real, check_count
+from adashift._base import ParamGroup, ParamState, check_count, real_view
 from adashift._moments import copy_into, pearson, welford
 from adashift._readers import OptimizerReader, StepFormula, coupled_weight_decay, reader_of
 from adashift.optimizer import AdaShift
@@ -53,7 +53,7 @@ class ProbedBlock:
 
     def pick(self, x: Tensor) -> Tensor:
         """The block's own elements of x, which may be one number, or broadcast to the block."""
-        x = as_real(x)
+        x = real_view(x)
         if x.numel() == 1:
             return x.reshape(1)
         if x.shape != self.shape:
@@ -200,7 +200,7 @@ class DecorrelationProbe:
         end = self._blocks[-1].columns.stop if self._blocks else 0
         for number, (p, group) in enumerate(parameters(self.optimizer)):
             if number >= len(self._blocks):
-                shape = as_real(p).shape
+                shape = real_view(p).shape
                 columns = slice(end, end := end + min(shape.numel(), self.elements))
                 block = ProbedBlock(self._name(number, p, group), shape, columns, self._draw(p))
                 self._blocks.append(block)
@@ -221,7 +221,7 @@ class DecorrelationProbe:
                 new[i % len(new), block.columns] = old[i % len(old), block.columns]
 
     def _draw(self, p: Tensor) -> Tensor | None:
-        size = as_real(p).numel()
+        size = real_view(p).numel()
         if size <= self.elements:
             return None
         # One drawn twice does no harm, and drawing without would list all elements.

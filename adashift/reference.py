@@ -7,6 +7,7 @@ alone is no scale to divide by.
 """
 
 from collections import deque
+from math import inf
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class AdaShiftReference:
         eps: float = 1e-8,
         *,
         n: int = 10,
-        m: int | None = None,
+        m: float | None = None,
         phi: Phi = "max",
     ) -> None:
         self.theta = theta.detach().double().clone()
@@ -40,16 +41,23 @@ class AdaShiftReference:
         self.v = torch.zeros((), dtype=torch.float64)
         self.p = 1.0
         self.Q: deque[Tensor] = deque()
+        self.S, self.W = torch.zeros((), dtype=torch.float64), 0.0  # of an endless window
+
+    def first_moment(self, m: int) -> Tensor:
+        newest = list(self.Q)[self.n - m :]  # g_{t-m+1}, ..., g_t
+        W = [self.beta1**i for i in reversed(range(m))]
+        terms = [w * g_i for w, g_i in zip(W, newest, strict=True) if w]  # 0 · inf would be NaN
+        return torch.stack(terms).sum(0) / sum(W)
 
     def step(self, g: Tensor) -> Tensor:
         """Take g_t and return θ_{t+1}."""
         self.Q.append(g.detach().double().clone())  # Push(Q, g_t)
+        self.S = self.beta1 * self.S + self.Q[-1] if self.beta1 else self.Q[-1]
+        self.W = self.beta1 * self.W + 1
         if len(self.Q) <= self.n:  # t <= n
             return self.theta
         g_shifted = self.Q.popleft()  # g_{t-n} = Pop(Q)
-        newest = list(self.Q)[self.n - self.m :]  # g_{t-m+1}, ..., g_t
-        W = [self.beta1**i for i in reversed(range(self.m))]
-        m_t = sum(w * g_i for w, g_i in zip(W, newest, strict=True)) / sum(W)
+        m_t = self.S / self.W if self.m == inf else self.first_moment(int(self.m))
         self.p = self.p * self.beta2
         self.v = self.beta2 * self.v + (1 - self.beta2) * self.phi(g_shifted**2)
         step = self.alpha / ((self.v / (1 - self.p)).sqrt() + self.eps) * m_t

@@ -2,7 +2,7 @@
 
 The C compiler is the one that CC names, else cc, gcc or clang. The library is kept in
 ADASHIFT_CACHE, else in the user's cache folder, under a name that changes with the source, the
-compiler and the processor; without a folder to write to it is compiled anew in each process.
+compiler and the processor; without a writable folder it is compiled again in each process.
 """
 
 import atexit
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -24,12 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adashift._base import ParamGroup, ParamState
+from adashift._base import ParamGroup, ParamState, state_dtype_of
 from adashift._spatial import PHI
-from adashift._window import WindowPlan, total_weight
+from adashift._window import is_dense, is_plain, recover_error, total_weight
 
 SOURCE = Path(__file__).with_name("kernel.c")
-TYPES = {torch.float32: ("float", "uint32_t"), torch.float64: ("double", "uint64_t")}
+FLOAT = ("-DREAL=float", "-DBITS=uint32_t", "-DUNIT=0x1p-24")
+MACROS = {
+    torch.float32: FLOAT,
+    torch.float64: ("-DREAL=double", "-DBITS=uint64_t", "-DUNIT=0x1p-53"),
+    torch.bfloat16: (*FLOAT, "-DBF16_PARAM"),
+}
 COMPILER_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 TUNING_FLAGS = (
     ("-march=native", "-mprefer-vector-width=512"),
@@ -37,9 +44,8 @@ TUNING_FLAGS = (
     ("-mcpu=native",),
     (),
 )
-MAX_CLOSING = 256  # slots that kernel.c can sum up
-
-RULE_FORMAT, JOB_FORMAT = Struct("8d2qQ"), Struct("9Q2q2d")  # Rule and Job of kernel.c
+RULE_FORMAT = Struct("9d5qQ")  # Rule of kernel.c
+GRADIENT = 1  # the place of a gradient's address in a Job of kernel.c
 IMPORTING_PROCESS = os.getpid()
 
 
@@ -90,11 +96,11 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
-def compile_to(target: Path, real: str, bits: str) -> None:
+def compile_to(target: Path, macros: Sequence[str]) -> None:
     """Compile with the best flags that the compiler knows; two processes may do so at once."""
     handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
-    start = [*compiler(), *COMPILER_FLAGS, f"-DREAL={real}", f"-DBITS={bits}", "-o", draft]
+    start = [*compiler(), *COMPILER_FLAGS, *macros, "-o", draft]
     try:
         for tuning in TUNING_FLAGS:
             try:
@@ -109,126 +115,109 @@ def compile_to(target: Path, real: str, bits: str) -> None:
 
 
 @cache
-def kernel_for(dtype: torch.dtype) -> Any:
-    """The function of kernel.c for a dtype, or None, with a warning, if it cannot be had."""
+def kernel_for(dtype: torch.dtype, slot_dtype: torch.dtype | None = None) -> Any:
+    """The function of kernel.c for these dtypes; None, with a warning, if it is not available."""
+    half = slot_dtype == torch.bfloat16
     try:
-        return load_kernel(*TYPES[dtype])
+        return load_kernel((*MACROS[dtype], *["-DBF16_SLOT"] * half))
     except (KernelUnavailable, OSError) as error:
         warnings.warn(
             f"fused=True needs a C compiler, but {error}; the default path is used instead: "
             "install one, or name it in the environment variable CC",
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
 
 
-def load_kernel(real: str, bits: str) -> Any:
+def load_kernel(macros: Sequence[str]) -> Any:
     if sys.platform == "win32":
-        raise KernelUnavailable("kernel.c needs pthreads, which Windows has not")
-    made_by = [
-        run_compiler([*compiler(), "--version"]),
-        cpu_description(),
-        real,
-        str(COMPILER_FLAGS),
-        str(TUNING_FLAGS),
-    ]
+        raise KernelUnavailable("kernel.c needs pthreads, which are not available on Windows")
+    flags = [*macros, *COMPILER_FLAGS, str(TUNING_FLAGS)]
+    made_by = [run_compiler([*compiler(), "--version"]), cpu_description(), *flags]
     key = hashlib.sha256(SOURCE.read_bytes() + "\n".join(made_by).encode()).hexdigest()[:16]
-    path = cache_folder() / f"kernel-{real}-{key}.so"
+    path = cache_folder() / f"kernel-{key}.so"
     if not path.exists():
-        compile_to(path, real, bits)
+        compile_to(path, macros)
     step = ctypes.CDLL(str(path)).adashift_step
-    step.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
+    step.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64]
     return step
 
 
 @cache
 def torch_threads() -> int:
-    """Address of what runs a function in torch's own threads, or 0.
+    """Address of the function that runs another one in torch's own threads, or 0.
 
-    They may still spin after torch's last operation, and threads of ours would wait behind them.
+    They may still spin after torch's last operation and would slow down threads of ours.
     """
     try:
-        found = ctypes.CDLL(None).GOMP_parallel  # where torch uses another OpenMP, it is not there
+        found = ctypes.CDLL(None).GOMP_parallel  # missing where torch uses another OpenMP
     except (AttributeError, OSError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
-def supports(p: Tensor, phi: Any) -> bool:
-    """Whether there is a kernel for this parameter and φ."""
-    own = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__  # DTensor …
-    plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not own
-    return plain and kernel_for(p.dtype) is not None
+# -- which parameters it takes -----------------------------------------------------------------
 
 
-def supports_layout(p: Tensor, g: Tensor, move: WindowPlan, v: Tensor, phi: Tensor) -> bool:
-    """Whether the kernel can make this step: memory without gaps, laid out alike, one front."""
-    layout = p.stride()
+def supports(p: Tensor, group: ParamGroup) -> bool:
+    """Whether there is a kernel for this parameter."""
+    known = p.dtype in MACROS and p.is_cpu and is_plain(p) and isinstance(group["phi"], str)
+    return known and is_dense(p) and kernel_for(p.dtype, group["state_dtype"]) is not None
+
+
+def supports_step(p: Tensor, state: ParamState, group: ParamGroup) -> bool:
+    """Whether gradient and state lie in memory as the kernel expects them."""
+    g, row = p.grad, p.stride(0) if p.dim() else 1
+    assert g is not None
+    rows_apart = group["phi"] == "row" and p.dim() > 1 and row * p.shape[0] != p.numel()
+    kept = [state[name] for name in ("sum", "slots") if name in state]
+    kept += [state[name] for name in ("v", "phi") if group["phi"] == "none"]
     return (
-        g.stride() == layout
+        (g.dtype, g.stride()) == (p.dtype, p.stride())
         and not g.is_neg()  # a sign that is not in memory
-        and g.dtype == v.dtype == phi.dtype == p.dtype  # a checkpoint keeps its own
-        and (move.slot is None or (move.slot.stride(), move.slot.dtype) == (layout, p.dtype))
-        and len(move.front) < 2
-        and len(move.closing) <= MAX_CLOSING
-        and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
-        and (v.dim() == 0 or v.stride() == phi.stride() == layout)
+        and not rows_apart
+        and state["number"].dtype == state_dtype_of(p)  # a checkpoint keeps its own
+        and all(x.stride()[x.dim() - p.dim() :] == p.stride() for x in kept)
     )
 
 
-class Jobs:
-    """The steps of a group's parameters, which one call of the kernel for each dtype takes."""
+class JobTable:
+    """The parameters of one group and dtype that the kernel takes, as rows of addresses.
 
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
-        self.packed = dict[torch.dtype, list[bytes]]()
-        self.held = list[Any]()  # what the kernel has addresses of and nobody else may hold
-        self.clocks = dict[int, tuple[str, float]]()  # most parameters have the same t
+    A table is kept as long as its parameters and their state stay where they are; from step to step
+    only the addresses of gradients change.
+    """
 
-    def add(self, p: Tensor, g: Tensor, move: WindowPlan, state: ParamState, t: int) -> None:
-        if t not in self.clocks:
-            n, beta2 = self.group["n"], self.group["betas"][1]
-            self.clocks[t] = f"phi{t % n}", 1 - beta2 ** (t - n) if t > n else 0.0
-        phi, correction = self.clocks[t]
-        earlier, keep, slot, front, closing = move
-        buffer, weight = front[0] if front else (None, 0.0)
-        job = JOB_FORMAT.pack(
-            p.data_ptr(),
-            g.data_ptr(),
-            0 if earlier is None else earlier.data_ptr(),
-            0 if keep is None else keep.data_ptr(),
-            0 if slot is None else slot.data_ptr(),
-            0 if buffer is None else buffer.data_ptr(),
-            self.table(closing) if closing else 0,
-            state["v"].data_ptr(),
-            state[phi].data_ptr(),
-            p.numel(),
-            len(closing),
-            weight,
-            correction,
+    def __init__(self, params: list[Tensor], states: list[ParamState], group: ParamGroup) -> None:
+        self.params, self.kernel = params, kernel_for(params[0].dtype, group["state_dtype"])
+        self.rows = torch.tensor(
+            [job(p, s, key) for key, (p, s) in enumerate(zip(params, states, strict=True))]
         )
-        self.packed.setdefault(p.dtype, []).append(job)
-        self.held.append(g)  # a copy, where p.grad is the conjugate of what is in memory
+        self.held = states  # what the rows have addresses of
 
-    def table(self, closing: list[Tensor]) -> int:
-        pointers = [slot.data_ptr() for slot in closing]
-        self.held.append((ctypes.c_void_p * len(pointers))(*pointers))
-        return ctypes.addressof(self.held[-1])
+    def step(self, group: ParamGroup) -> None:
+        gradients = [p.grad.data_ptr() for p in self.params]  # type: ignore[union-attr]
+        self.rows[:, GRADIENT] = torch.tensor(gradients)
+        if self.kernel(pack_rule(group), self.rows.data_ptr(), len(gradients)):
+            raise MemoryError(f"out of memory for the plan of {len(gradients)} parameters")
+        torch.autograd.graph.increment_version(self.params)
 
-    def run(self) -> None:
-        for dtype, jobs in self.packed.items():
-            if kernel_for(dtype)(self.rule(), b"".join(jobs), len(jobs)):
-                raise MemoryError(f"no memory for the plan of {len(jobs)} parameters")
 
-    def rule(self) -> bytes:
-        group = self.group
-        (beta1, beta2), m = group["betas"], group["m"] or group["n"]
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        decays = (1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)
-        sign = -1.0 if group["maximize"] else 1.0
-        phi = list(PHI).index(group["phi"])
-        numbers = (lr, beta1, beta2, group["eps"], total_weight(beta1, m), *decays, sign)
-        pool = (
-            torch_threads() if os.getpid() == IMPORTING_PROCESS else 0
-        )  # a fork has lost its threads
-        return RULE_FORMAT.pack(*numbers, phi, torch.get_num_threads(), pool)
+def job(p: Tensor, state: ParamState, key: int) -> list[int]:
+    """A Job of kernel.c; the address of the gradient follows in every step."""
+    recover_error(state)
+    names = ("sum", "slots", "v", "phi", "number", "step")
+    addresses = [state[name].data_ptr() if name in state else 0 for name in names]
+    return [p.data_ptr(), 0, *addresses, p.numel(), p.shape[0] if p.dim() else 1, key]
+
+
+def pack_rule(group: ParamGroup) -> bytes:
+    (beta1, beta2), m = map(float, group["betas"]), group["m"] or group["n"]
+    m = 0 if m == inf else m
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    decays = (1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)
+    sign = -1.0 if group["maximize"] else 1.0
+    numbers = (lr, beta1, beta2, group["eps"], *decays, sign, total_weight(beta1, m), beta1**m)
+    counts = (list(PHI).index(group["phi"]), group["n"], m, torch.get_num_threads())
+    pool = torch_threads() if os.getpid() == IMPORTING_PROCESS else 0  # a fork has lost its threads
+    return RULE_FORMAT.pack(*numbers, *counts, group["stochastic_rounding"], pool)

@@ -1,7 +1,8 @@
-/* AdaShift's step on a CPU, one pass over memory for all parameters of a group.
+/* AdaShift's step on a CPU: one pass over memory for all parameters of a group.
 
-   adashift/_steps/cpu.py compiles this with REAL (float or double) and BITS (the unsigned integer of the
-   same size) and fills in Rule and Job. What a step reads and writes is explained in adashift/_window.py. */
+   cpu.py compiles this file with REAL (float or double), BITS (the unsigned integer of the same
+   size), UNIT (the rounding error of REAL), and with BF16_PARAM or BF16_SLOT where parameters and
+   gradients, or the slots of the window, are bfloat16. The window is explained in _window.py. */
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -9,247 +10,306 @@
 #include <stdlib.h>
 #include <string.h>
 #include <tgmath.h> /* sqrt of a float is a float */
-#ifdef __SSE2__
-#include <emmintrin.h>
+
+enum { PIECE = 1024 };  /* elements that stay in the first cache of a core */
+enum { SHARE = 65536 }; /* elements that a thread takes at a time, however many threads there are */
+enum { MAX, MEAN, ROW, NONE };
+enum { CORRECTION, WEIGHT, ERROR = WEIGHT, BETA1, PEAKS }; /* places in Job.number */
+enum { MOST_THREADS = 256 };
+
+#ifdef BF16_PARAM
+typedef uint16_t PARAM;
+#else
+typedef REAL PARAM;
+#endif
+#ifdef BF16_SLOT
+typedef uint16_t SLOT;
+#else
+typedef REAL SLOT;
 #endif
 
-enum { PIECE = 4096 };  /* elements that stay in the cache of a core */
-enum { SHARE = 65536 }; /* elements that a thread takes at a time; a result is the same for all */
-enum { LINE = 64 / sizeof(REAL), AHEAD = 2048 / sizeof(REAL), MOST = 256 };
-enum { MAX, MEAN, NONE };
-
 typedef struct {
-    double lr, beta1, beta2, eps, total, decay, coupled, sign;
-    int64_t phi, threads;
+    double lr, beta1, beta2, eps, decay, coupled, sign;
+    double total, last;         /* Σ_{i<m} β1^i and β1^m */
+    int64_t phi, n, m, threads; /* m = 0: a window without end */
+    int64_t stochastic;         /* rounding of bfloat16 parameters */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL */
 } Rule;
 
 typedef struct {
-    REAL *p;
-    const REAL *g, *earlier;
-    REAL *keep, *slot;
-    const REAL *front;
-    REAL **closing; /* slots 1 … m − 1 of a full block, to be turned into sums from the end */
-    REAL *v, *phi;  /* phi: φ(g_{t−n}²) before, φ(g_t²) after */
-    int64_t size, closings;
-    double weight;     /* of front */
-    double correction; /* 1 − β2^(t−n); 0 while nothing moves */
+    PARAM *p;
+    const PARAM *g;
+    REAL *sum;
+    SLOT *slots;
+    REAL *v, *phi, *number; /* phi: of the last n steps; number: see the places above */
+    int64_t *step, size, rows, key; /* key: another one for each parameter */
 } Job;
+
+typedef struct {
+    int64_t first, length; /* number of its first share; elements of a share */
+    int64_t phi, t;        /* rows of one element are elements */
+    double total, correction, rate;
+    int again; /* whether the window is summed again from its slots */
+} Plan;
 
 typedef struct {
     const Rule *rule;
     const Job *jobs;
-    int64_t count, *first; /* first[i]: number of the first share of job i */
-    double *part, *step;   /* of each share: max |g| or Σ g²; of each job: α / (√v̂ + ε) / total */
+    Plan *plan; /* of each job, and one more that ends the shares */
+    int64_t count;
+    double *top, *square; /* of each share: max |g| and Σ g² */
     atomic_llong next;
 } Work;
 
-#define INLINE static inline __attribute__((always_inline))
+static inline REAL from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
-/* A gradient is not read again for a block's length: it need not push other things out of cache. */
-INLINE void put_line(REAL *to, const REAL *from) {
-#ifdef __SSE2__
-    for (int i = 0; i < 4; i++)
-        _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
+/* noise in 0 … 65535 rounds up with the probability that is right on average. */
+static inline uint16_t to_bf16(float x, int stochastic, uint32_t noise) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t nearest = 0x7fff + (bits >> 16 & 1);
+    if ((bits & 0x7f800000) == 0x7f800000) return bits >> 16 | (x != x) << 6; /* inf and NaN */
+    return (bits + (stochastic ? noise : nearest)) >> 16;
+}
+
+static inline uint32_t mixed(uint32_t x) { /* a bijection whose bits look independent */
+    x = (x ^ x >> 16) * 0x7feb352d;
+    x = (x ^ x >> 15) * 0x846ca68b;
+    return x ^ x >> 16;
+}
+
+/* |x| as an integer: NaN is above inf, so a maximum keeps it. */
+static inline BITS magnitude(REAL x) {
+    BITS bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & (BITS)-1 >> 1;
+}
+
+static BITS largest_of(const REAL *x, int n, BITS top) {
+    for (int i = 0; i < n; i++) top = magnitude(x[i]) > top ? magnitude(x[i]) : top;
+    return top;
+}
+
+static double larger(double a, double b) { return a > b || a != a ? a : b; }
+
+#ifdef BF16_SLOT
+#define VALUE(slot) from_bf16(slot)
+#define KEPT(x) to_bf16(x, 0, 0)
 #else
-    memcpy(to, from, 64);
+#define VALUE(slot) (slot)
+#define KEPT(x) (x)
 #endif
-}
 
-/* One line of memory, or what is left of one; E, K, S, F, M: which parts the step has. */
-INLINE void line(const Rule *r, const Job *j, int64_t a, int n, REAL *p, const REAL *g,
-                 const REAL *f, REAL c, const int E, const int K, const int S, const int F,
-                 const int M, const int whole) {
-    REAL x[LINE], s[LINE];
-    const REAL b = r->beta1, d = r->decay, w = j->weight;
-    for (int l = 0; l < n; l++) x[l] = g[l];
-    for (int l = 0; l < n; l++) s[l] = E ? x[l] + b * j->earlier[a + l] : x[l];
-    if (K) memcpy(j->keep + a, s, n * sizeof(REAL));
-    if (S && whole) put_line(j->slot + a, x);
-    if (S && !whole) memcpy(j->slot + a, x, n * sizeof(REAL));
-    if (M)
-        for (int l = 0; l < n; l++) p[l] = d * p[l] - c * (F ? s[l] + w * f[l] : s[l]);
-}
-
-INLINE void lines(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *g, const REAL *f,
-                  REAL c, const int E, const int K, const int S, const int F, const int M) {
-    REAL *p = j->p + a;
-    int64_t i = 0;
-    if (!S || ((uintptr_t)(j->slot + a) & 15) == 0)
-        for (; i + LINE <= n; i += LINE) {
-            __builtin_prefetch(g + i + AHEAD);
-            if (E) __builtin_prefetch(j->earlier + a + i + AHEAD, 1);
-            if (F) __builtin_prefetch(f + i + AHEAD);
-            if (M) __builtin_prefetch(p + i + AHEAD, 1);
-            line(r, j, a + i, LINE, p + i, g + i, F ? f + i : f, c, E, K, S, F, M, 1);
+/* Brings the sum of the window to step t; x are the newest gradients. */
+static void absorb(const Rule *r, const Job *j, const Plan *q, int64_t a, int n,
+                   const REAL *restrict x) {
+    const REAL beta1 = r->beta1, last = r->last;
+    REAL *restrict sum = j->sum + a;
+    SLOT *restrict slot = j->slots + (r->m ? q->t % r->m * j->size + a : 0);
+    if (r->m == 0)
+        for (int i = 0; i < n; i++) sum[i] = beta1 == 0 ? x[i] : beta1 * sum[i] + x[i];
+    else if (!q->again)
+        for (int i = 0; i < n; i++) {
+            const REAL old = VALUE(slot[i]);
+            slot[i] = KEPT(x[i]);
+            sum[i] = beta1 * sum[i] + VALUE(slot[i]) - last * old;
         }
-    for (; i < n; i += LINE)
-        line(r, j, a + i, n - i < LINE ? n - i : LINE, p + i, g + i, F ? f + i : f, c, E, K, S, F, M, 0);
-}
-
-/* φ = max or mean: v is one number, and c the step size that it gives. */
-static void move(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *g, const REAL *f,
-                 REAL c) {
-    const int moves = c != 0; /* true for NaN */
-#define PARTS(E, K, S, F) \
-    (moves ? lines(r, j, a, n, g, f, c, E, K, S, F, 1) : lines(r, j, a, n, g, f, c, E, K, S, F, 0))
-    if (!j->slot) PARTS(0, 0, 0, 0);
-    else if (!j->earlier) f ? PARTS(0, 0, 1, 1) : PARTS(0, 0, 1, 0);
-    else if (!j->keep) f ? PARTS(1, 0, 1, 1) : PARTS(1, 0, 1, 0);
-    else f ? PARTS(1, 1, 1, 1) : PARTS(1, 1, 1, 0);
-#undef PARTS
-}
-
-/* φ = none: every element has its own v. */
-static void move_elements(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *g,
-                          const REAL *f) {
-    const REAL b1 = r->beta1, b2 = r->beta2, new2 = 1 - r->beta2, w = j->weight, d = r->decay;
-    const REAL lr = r->lr / r->total, eps = r->eps, unbias = 1 / j->correction;
-    REAL *restrict p = j->p + a, *restrict v = j->v + a, *restrict phi = j->phi + a, m[PIECE];
-    for (int64_t i = 0; i < n; i++) m[i] = g[i];
-    if (j->earlier)
-        for (int64_t i = 0; i < n; i++) m[i] += b1 * j->earlier[a + i];
-    if (j->keep) memcpy(j->keep + a, m, n * sizeof(REAL));
-    if (j->slot) memcpy(j->slot + a, g, n * sizeof(REAL));
-    if (f)
-        for (int64_t i = 0; i < n; i++) m[i] += w * f[i];
-    for (int64_t i = 0; i < n && j->correction > 0; i++) {
-        v[i] = b2 * v[i] + new2 * phi[i];
-        const REAL moved = d * p[i] - lr * m[i] / (sqrt(v[i] * unbias) + eps);
-        p[i] = v[i] == 0 ? p[i] : moved;
-    }
-    for (int64_t i = 0; i < n; i++) phi[i] = g[i] * g[i];
-}
-
-/* Sums from the end of a full block; returns the longest, which is not stored. */
-static void close_block(const Rule *r, const Job *j, int64_t a, int64_t n, REAL *longest) {
-    REAL weight[MOST];
-    const int64_t last = j->closings - 1;
-    double w = 1;
-    for (int64_t k = last - 1; k >= 0; k--) weight[k] = w *= r->beta1;
-    enum { WIDTH = 4 * LINE };
-    for (int64_t i = 0; i < n; i += WIDTH) {
-        const int width = n - i < WIDTH ? n - i : WIDTH;
-        REAL sum[WIDTH];
-        memcpy(sum, j->closing[last] + a + i, width * sizeof(REAL));
-        for (int64_t k = last - 1; k >= 0; k--) {
-            REAL *restrict x = j->closing[k] + a + i;
-            for (int l = 0; l < WIDTH; l += LINE) __builtin_prefetch(x + AHEAD / 2 + l, 1);
-            for (int l = 0; l < width; l++) sum[l] += weight[k] * x[l];
-            if (k > 0) memcpy(x, sum, width * sizeof(REAL));
+    else {
+        for (int i = 0; i < n; i++) slot[i] = KEPT(x[i]), sum[i] = 0;
+        for (int64_t k = beta1 == 0 ? r->m : 1; k <= r->m; k++) { /* the oldest first */
+            const SLOT *old = j->slots + (q->t + k) % r->m * j->size + a;
+            for (int i = 0; i < n; i++) sum[i] = beta1 * sum[i] + VALUE(old[i]);
         }
-        memcpy(longest + i, sum, width * sizeof(REAL));
     }
 }
 
-/* As unsigned integers |x| are in the same order, and NaN is above all. */
-static double largest(const REAL *x, int64_t n) {
-    const BITS all = ~(BITS)0 >> 1;
+/* v_t = β2 v_{t−1} + (1 − β2) φ(g_{t−n}²): it never sees g_t. Returns α / (√v̂ + ε) / total, or
+   −1 where nothing moves: in the first n steps, and where v is 0, since ε alone is no scale. */
+static double rate(const Rule *r, const Plan *q, REAL *v, REAL phi) {
+    if (q->t <= r->n) return -1;
+    *v = r->beta2 * (double)*v + (1 - r->beta2) * (double)phi;
+    return *v == 0 ? -1 : r->lr / (sqrt((double)*v / q->correction) + r->eps) / q->total;
+}
+
+/* One v for all: p ← decay · p − c · s. */
+static void move_block(const Rule *r, REAL c, int n, REAL *restrict p, const REAL *restrict s) {
+    const REAL decay = r->decay;
+    for (int i = 0; i < n; i++) p[i] = decay * p[i] - c * s[i];
+}
+
+/* φ = none: a v for each element. */
+static void move_elements(const Rule *r, const Job *j, const Plan *q, int64_t a, int n,
+                          REAL *restrict p, const REAL *restrict x, const REAL *restrict s) {
+    REAL *restrict v = j->v + a, *restrict phi = j->phi + q->t % r->n * j->size + a;
+    const REAL beta2 = r->beta2, new = 1 - r->beta2, lr = r->lr / q->total, eps = r->eps;
+    const REAL decay = r->decay, unbias = 1 / q->correction;
+    if (q->t > r->n)
+        for (int i = 0; i < n; i++) {
+            v[i] = beta2 * v[i] + new * phi[i];
+            const REAL moved = decay * p[i] - lr * s[i] / (sqrt(v[i] * unbias) + eps);
+            p[i] = v[i] == 0 ? p[i] : moved;
+        }
+    for (int i = 0; i < n; i++) phi[i] = x[i] * x[i];
+}
+
+/* A step of elements a … a + n, which share the rate c; returns max |g|, adds Σ g² to square. */
+static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, int64_t n, double c,
+                        double *square) {
     BITS top = 0;
-    for (int64_t i = 0; i < n; i++) {
-        BITS u;
-        memcpy(&u, x + i, sizeof u);
-        u &= all;
-        top = u > top ? u : top;
+    for (const int64_t end = a + n; a < end; a += PIECE) {
+        const int size = end - a < PIECE ? end - a : PIECE;
+        REAL turned[PIECE], squares = 0;
+#ifdef BF16_PARAM
+        REAL p[PIECE], g[PIECE];
+        for (int i = 0; i < size; i++) p[i] = from_bf16(j->p[a + i]), g[i] = from_bf16(j->g[a + i]);
+#else
+        REAL *p = j->p + a;
+        const REAL *g = j->g + a;
+#endif
+        const REAL *x = g;
+        if (r->sign != 1 || r->coupled != 0) {
+            for (int i = 0; i < size; i++) turned[i] = (REAL)r->sign * g[i] + (REAL)r->coupled * p[i];
+            x = turned;
+        }
+        top = largest_of(x, size, top);
+        if (q->phi == MEAN) {
+            for (int i = 0; i < size; i++) squares += x[i] * x[i];
+            *square += squares;
+        }
+        if (r->m != 1) absorb(r, j, q, a, size, x);
+        const REAL *s = r->m == 1 ? x : j->sum + a;
+        if (q->phi == NONE) move_elements(r, j, q, a, size, p, x, s);
+        else if (c >= 0 || c != c) move_block(r, c, size, p, s);
+#ifdef BF16_PARAM
+        const uint32_t seed = mixed(q->t ^ mixed(j->key));
+        for (int i = 0; i < size; i++)
+            j->p[a + i] = to_bf16(p[i], r->stochastic, mixed(seed ^ (uint32_t)(a + i)) & 0xffff);
+#endif
     }
     REAL found;
     memcpy(&found, &top, sizeof found);
     return found;
 }
 
-static double sum_of_squares(const REAL *x, int64_t n) {
-    double sum[8] = {0};
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        for (int l = 0; l < 8; l++) sum[l] += (double)x[i + l] * x[i + l];
-    for (; i < n; i++) sum[0] += (double)x[i] * x[i];
-    return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-}
-
-static double larger(double a, double b) { return b > a || b != b ? b : a; }
-
-static double share(const Rule *r, const Job *j, int64_t a, int64_t end, REAL step) {
-    REAL gradient[PIECE], longest[PIECE];
-    double part = 0;
-    for (; a < end; a += PIECE) {
-        const int64_t n = end - a < PIECE ? end - a : PIECE;
-        const REAL *g = j->g + a, *f = j->front ? j->front + a : NULL;
-        if (r->coupled != 0 || r->sign < 0) {
-            const REAL sign = r->sign, coupled = r->coupled;
-            for (int64_t i = 0; i < n; i++) gradient[i] = sign * g[i] + coupled * j->p[a + i];
-            g = gradient;
+static void step_share(Work *w, int64_t i, int64_t share) {
+    const Rule *r = w->rule;
+    const Job *j = w->jobs + i;
+    const Plan *q = w->plan + i;
+    const int64_t a = (share - q->first) * q->length;
+    const int64_t end = a + q->length < j->size ? a + q->length : j->size, row = j->size / j->rows;
+    double top = 0, square = 0;
+    if (q->phi != ROW) top = step_span(r, j, q, a, end - a, q->rate, &square);
+    else
+        for (int64_t k = a / row; k < end / row; k++) {
+            REAL *phi = j->phi + q->t % r->n * j->rows + k;
+            const double c = rate(r, q, j->v + k, *phi);
+            const double found = step_span(r, j, q, k * row, row, c, &square);
+            *phi = found * found;
+            top = larger(found, top);
         }
-        if (j->closings) {
-            close_block(r, j, a, n, longest);
-            f = longest;
-        }
-        if (r->phi == NONE) {
-            move_elements(r, j, a, n, g, f);
-            continue;
-        }
-        move(r, j, a, n, g, f, step);
-        part = r->phi == MAX ? larger(part, largest(g, n)) : part + sum_of_squares(g, n);
-    }
-    return part;
+    w->top[share] = top;
+    w->square[share] = square;
 }
 
 static void take_shares(void *argument) {
     Work *w = argument;
-    for (int64_t i = 0, number; (number = atomic_fetch_add(&w->next, 1)) < w->first[w->count];) {
-        while (w->first[i + 1] <= number) i++;
-        const Job *j = w->jobs + i;
-        const int64_t a = (number - w->first[i]) * SHARE;
-        w->part[number] = share(w->rule, j, a, a + SHARE < j->size ? a + SHARE : j->size, w->step[i]);
+    for (int64_t i = 0, share; (share = atomic_fetch_add(&w->next, 1)) < w->plan[w->count].first;) {
+        while (w->plan[i + 1].first <= share) i++;
+        step_share(w, i, share);
     }
 }
 
 static void *help(void *argument) { return take_shares(argument), NULL; }
 
-/* Threads of our own, where torch's cannot be had. */
+/* Threads of our own, where torch's are not available. */
 static void take_shares_together(Work *w, int64_t wanted) {
-    pthread_t helper[MOST];
+    pthread_t helper[MOST_THREADS];
     int64_t helpers = 0;
-    while (helpers < wanted - 1 && helpers < MOST &&
+    while (helpers < wanted - 1 && helpers < MOST_THREADS &&
            !pthread_create(&helper[helpers], NULL, help, w))
         helpers++;
     take_shares(w);
     while (helpers > 0) pthread_join(helper[--helpers], NULL);
 }
 
-/* v sees g_{t−n}, never g_t; a block without a scale of gradients (v = 0) does not move. */
-static double step_size(const Rule *r, const Job *j) {
-    if (r->phi == NONE || j->correction == 0) return 0;
-    const double v = r->beta2 * *j->v + (1 - r->beta2) * *j->phi;
-    *j->v = v;
-    return v == 0 ? 0 : r->lr / (sqrt(v / j->correction) + r->eps) / r->total;
+/* The largest gradient of the last m − 1 steps; peak[t % m], of m steps ago, leaves the window. */
+static double largest_peak(const Rule *r, const Job *j, int64_t t) {
+    double top = 0;
+    for (int64_t k = 1; k < r->m; k++) top = larger(j->number[PEAKS + (t + k) % r->m], top);
+    return top;
 }
 
-static void set_phi(const Work *w, int64_t i) {
+/* What one step of the running sum adds to its error, for gradients up to 1. */
+static double rounding(const Rule *r) { return 3 * UNIT * (r->total + 2 * r->last); }
+
+/* Whether the running sum may be further from the true one than _window.py promises. */
+static int must_sum_again(const Rule *r, const Job *j, int64_t t) {
+    if (r->m < 2) return 0;
+    const double peak = largest_peak(r, j, t), leaving = j->number[PEAKS + t % r->m];
+    const double error = r->beta1 * j->number[ERROR] + rounding(r) * larger(peak, leaving);
+    const int same = j->number[BETA1] == (REAL)r->beta1 && r->beta1 != 0;
+    return !(same && error <= 25 * UNIT * r->total * r->total * peak);
+}
+
+static void make_plan(const Rule *r, const Job *j, Plan *q) {
+    const int64_t t = q->t = *j->step + 1;
+    q->correction = t > r->n ? r->beta2 * j->number[CORRECTION] + (1 - r->beta2) : 0;
+    q->total = r->m ? r->total : r->beta1 * j->number[WEIGHT] + 1;
+    q->again = must_sum_again(r, j, t);
+    q->rate = q->phi < ROW ? rate(r, q, j->v, j->phi[t % r->n]) : -1;
+}
+
+/* Brings the numbers of a job to the end of its step. */
+static void finish(const Work *w, int64_t i) {
+    const Rule *r = w->rule;
     const Job *j = w->jobs + i;
-    double whole = 0;
-    for (int64_t k = w->first[i]; k < w->first[i + 1]; k++)
-        whole = w->rule->phi == MAX ? larger(whole, w->part[k]) : whole + w->part[k];
-    const REAL top = whole;
-    *j->phi = w->rule->phi == MAX ? top * top : (REAL)(whole / j->size);
+    const Plan *q = w->plan + i;
+    double top = 0, square = 0;
+    for (int64_t k = q->first; k < q[1].first; k++)
+        top = larger(w->top[k], top), square += w->square[k] / j->size;
+    if (q->phi < ROW) j->phi[q->t % r->n] = q->phi == MAX ? (REAL)top * (REAL)top : square;
+    j->number[CORRECTION] = q->correction;
+    if (r->m == 0) j->number[WEIGHT] = q->total;
+    if (r->m > 1) {
+        const double peak = larger(top, largest_peak(r, j, q->t));
+        const double leaving = j->number[PEAKS + q->t % r->m];
+        const double error = q->again ? 2 * UNIT * r->total * r->total * peak
+                                      : r->beta1 * j->number[ERROR] + rounding(r) * larger(peak, leaving);
+        j->number[ERROR] = error * (1 + 4 * UNIT);
+        j->number[BETA1] = r->beta1;
+        j->number[PEAKS + q->t % r->m] = top;
+    }
+    *j->step = q->t;
 }
 
 /* Returns 0, or 1 if there is no memory for the plan; then nothing has been changed. */
 int adashift_step(const Rule *rule, const Job *jobs, int64_t count) {
-    Work w = {rule, jobs, count, malloc((count + 1) * sizeof(int64_t)), NULL, NULL, 0};
-    if (!w.first) return 1;
-    w.first[0] = 0;
-    for (int64_t i = 0; i < count; i++)
-        w.first[i + 1] = w.first[i] + (jobs[i].size + SHARE - 1) / SHARE;
-    w.part = malloc((w.first[count] + count) * sizeof(double));
-    if (!w.part) return free(w.first), 1;
-    w.step = w.part + w.first[count];
-    for (int64_t i = 0; i < count; i++) w.step[i] = step_size(rule, jobs + i);
-    const int64_t wanted = rule->threads < w.first[count] ? rule->threads : w.first[count];
+    Work w = {rule, jobs, malloc((count + 1) * sizeof(Plan)), count, NULL, NULL, 0};
+    if (!w.plan) return 1;
+    int64_t shares = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = jobs[i].size / jobs[i].rows;
+        const int64_t phi = rule->phi == ROW && row == 1 ? NONE : rule->phi;
+        const int64_t length = phi != ROW ? SHARE : row < SHARE ? SHARE / row * row : row;
+        w.plan[i] = (Plan){.first = shares, .length = length, .phi = phi};
+        shares += (jobs[i].size + length - 1) / length;
+    }
+    w.plan[count].first = shares;
+    w.top = malloc(2 * shares * sizeof(double));
+    if (!w.top) return free(w.plan), 1;
+    w.square = w.top + shares;
+    for (int64_t i = 0; i < count; i++) make_plan(rule, jobs + i, w.plan + i);
+    const int64_t wanted = rule->threads < shares ? rule->threads : shares;
     if (wanted < 2) take_shares(&w);
     else if (rule->parallel) rule->parallel(take_shares, &w, wanted, 0);
     else take_shares_together(&w, wanted);
-    for (int64_t i = 0; i < count && rule->phi != NONE; i++) set_phi(&w, i);
-    free(w.part);
-    free(w.first);
+    for (int64_t i = 0; i < count; i++) finish(&w, i);
+    free(w.top);
+    free(w.plan);
     return 0;
 }

@@ -1,76 +1,150 @@
-"""The update of one parameter by plain torch operations: the default on a CPU."""
+"""The step of one parameter by torch operations: for every tensor that no kernel takes."""
 
-import math
+from math import inf, nan, sqrt
 
 import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
 from adashift._spatial import phi_of_square
-from adashift._window import Terms, WindowPlan, add_gradient
+from adashift._window import (
+    CORRECTION,
+    WEIGHT,
+    Bound,
+    forget_error,
+    is_plain,
+    recover_error,
+    total_weight,
+)
+
+Moment = tuple[Tensor, float | Tensor]  # the sum of a window, and its total weight
 
 
-def step_single(
-    p: Tensor, g: Tensor, state: ParamState, move: WindowPlan, t: int, group: ParamGroup
-) -> None:
-    """One parameter's step by plain torch operations."""
-    n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
-    terms = add_gradient(move, g, beta1, group["m"] or n)
-    phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²): all that v needs of an old gradient
-    state[f"phi{t % n}"] = phi_of_square(phi, g)
+def step_single(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
+    """Move p; the host knows t."""
+    n, (beta1, beta2), number = group["n"], map(float, group["betas"]), state["number"]
+    state["step"] = state["step"].cpu()  # a kernel may have kept it on a GPU
+    t = int(state["step"].add_(1))
+    moment = window_sum(g, state, t, beta1, group["m"] or n)
+    phi = state["phi"][t % n]
     if t > n:
-        by = step_with_scalar_v if is_cpu_scalar(phi_old) else step_with_tensor_v
-        by(p, terms, state, phi_old, 1 - beta2 ** (t - n), group)
+        correction = number[CORRECTION].mul_(beta2).add_(1 - beta2)  # 1 − β2^(t−n)
+        v = state["v"].mul_(beta2).add_(phi, alpha=1 - beta2)  # sees g_{t-n}, never g_t
+        move = move_block if v.dim() == 0 and v.is_cpu else move_tensor
+        move(p, moment, v, correction, group)
+    phi.copy_(phi_of_square(group["phi"], g))
 
 
-def is_cpu_scalar(x: Tensor) -> bool:
-    """Whether reading x is cheap; on a GPU it would wait for all that is under way."""
-    return x.dim() == 0 and x.device.type == "cpu"
+def window_sum(g: Tensor, state: ParamState, t: int, beta1: float, m: float) -> Moment:
+    """Take g_t into the window; return m_t times its weight, and the weight."""
+    if m == 1:
+        return g, 1.0
+    if m == inf:
+        return endless_sum(g, state, beta1)
+    m = int(m)
+    slots, total = state["slots"], state["sum"]
+    if g.is_cpu and is_plain(g):  # elsewhere, reading a number would wait for the device
+        recover_error(state)
+        bound = Bound(state["number"], t, beta1, m)
+        if not bound.sums_again:
+            total.mul_(beta1).sub_(slots[t % m], alpha=beta1**m)
+            total.add_(slots[t % m].copy_(g))
+        bound.advance(g.abs().max().item())
+        if not bound.sums_again:
+            return total, bound.total
+    else:
+        forget_error(state)
+    slots[t % m].copy_(g)
+    total.copy_(slots[t % m if beta1 == 0 else (t + 1) % m])
+    for k in range(2, m + 1) if beta1 else ():  # the oldest first
+        torch.add(slots[(t + k) % m], total, alpha=beta1, out=total)
+    return total, total_weight(beta1, m)
 
 
-def weighted_sum(terms: Terms) -> Tensor:
-    (buffer, weight), *others = terms
-    m = weight * buffer
-    for buffer, weight in others:
-        m.add_(buffer, alpha=weight)
-    return m
+def endless_sum(g: Tensor, state: ParamState, beta1: float) -> Moment:
+    weight = state["number"][WEIGHT].mul_(beta1).add_(1)
+    total = state["sum"]
+    return total.copy_(g) if beta1 == 0 else total.mul_(beta1).add_(g), weight
 
 
-def step_with_scalar_v(
-    p: Tensor,
-    terms: Terms,
-    state: ParamState,
-    phi_old: Tensor,
-    correction: float,
-    group: ParamGroup,
-) -> None:
-    """θ −= α m_t / (√v̂ + ε) where v is one number: neither m_t nor the step is ever made."""
-    alpha, beta2 = float(group["lr"]), group["betas"][1]
-    v = beta2 * state["v"].item() + (1 - beta2) * phi_old.item()  # sees g_{t-n}, never g_t
-    state["v"].fill_(v)
-    if v == 0:  # no scale of gradients yet, and ε alone is none; NaN goes on
+def move_block(p: Tensor, moment: Moment, v: Tensor, correction: Tensor, group: ParamGroup) -> None:
+    """θ −= α m_t / (√v̂ + ε) where v is a number on the host: the step is never stored."""
+    (total, weight), alpha, scale = moment, float(group["lr"]), v.item()
+    if scale == 0:  # ε alone is no scale of gradients
         return
-    if group["weight_decay"] and group["decoupled_weight_decay"]:
-        p.mul_(1 - alpha * group["weight_decay"])
-    step_size = alpha / (math.sqrt(v / correction) + group["eps"])
-    if p.dtype != terms[0][0].dtype:  # half precision: round once
-        terms = [(weighted_sum(terms), 1.0)]
-    for buffer, weight in terms:
-        p.add_(buffer, alpha=-step_size * weight)
+    root = sqrt(scale / correction.item()) if scale >= 0 else nan
+    size = alpha / (root + group["eps"]) / float(weight)
+    decay = 1 - alpha * decoupled_decay(group)
+    if p.dtype == total.dtype:
+        p.mul_(decay) if decay != 1 else None
+        p.add_(total, alpha=-size)
+    else:
+        write(p, p.to(total.dtype).mul_(decay).add_(total, alpha=-size), group)
 
 
-def step_with_tensor_v(
-    p: Tensor,
-    terms: Terms,
-    state: ParamState,
-    phi_old: Tensor,
-    correction: float,
-    group: ParamGroup,
+def move_tensor(
+    p: Tensor, moment: Moment, v: Tensor, correction: Tensor, group: ParamGroup
 ) -> None:
-    """The same where v is a tensor of any shape, or where reading it would be dear."""
-    alpha, beta2 = group["lr"], group["betas"][1]
-    v = state["v"].mul_(beta2).add_(phi_old, alpha=1 - beta2)
-    step = weighted_sum(terms).div_((v / correction).sqrt_().add_(group["eps"])).mul_(alpha)
-    if group["weight_decay"] and group["decoupled_weight_decay"]:
-        step.add_(alpha * group["weight_decay"] * p)
-    p.sub_(torch.where(v == 0, 0.0, step))
+    """The same for v of any shape, on any device."""
+    total, weight = moment
+    step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * group["lr"]
+    if decay := decoupled_decay(group):
+        step.add_(group["lr"] * decay * p)
+    write(p, p.to(step.dtype) - torch.where(v == 0, 0.0, step), group)
+
+
+def decoupled_decay(group: ParamGroup) -> float:
+    return float(group["weight_decay"]) if group["decoupled_weight_decay"] else 0.0
+
+
+def write(p: Tensor, new: Tensor, group: ParamGroup) -> None:
+    """Round once, to the nearest or, if asked for, up or down by chance."""
+    if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
+        noise = torch.randint_like(new, 2**16, dtype=torch.int32)
+        rounded = ((new.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
+        new = torch.where(new.isfinite(), rounded, new)
+    p.copy_(new)
+
+
+# -- no number that the host must know ---------------------------------------------------------
+
+
+def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
+    """Move p; t stays on the device, so that a graph can repeat the step.
+
+    Every slot is looked at in every step: the cost grows with m.
+    """
+    n, (beta1, beta2), number = group["n"], map(float, group["betas"]), state["number"]
+    state["step"] = state["step"].to(p.device)
+    t, m = state["step"].add_(1), group["m"] or n
+    if m == 1:
+        total, weight = g, 1.0
+    elif m == inf:
+        total, weight = endless_sum(g, state, beta1)
+    else:
+        forget_error(state)
+        put(state["slots"], t % m, g)
+        total, weight = sum_by_age(state["slots"], t, beta1, g.dtype), total_weight(beta1, m)
+    phi, moves = state["phi"], t > n
+    old = sum(torch.where(t % n == k, phi[k], 0.0) for k in range(n))
+    put(phi, t % n, phi_of_square(group["phi"], g))
+    new = torch.where(moves, beta2 * number[CORRECTION] + (1 - beta2), 0.0)
+    correction = number[CORRECTION].copy_(new)
+    v = state["v"].copy_(torch.where(moves, beta2 * state["v"] + (1 - beta2) * old, 0.0))
+    move_tensor(p, (total, weight), v, torch.where(moves, correction, 1.0), group)
+
+
+def put(ring: Tensor, place: Tensor, x: Tensor) -> None:
+    """ring[place] ← x"""
+    for k in range(len(ring)):
+        ring[k].copy_(torch.where(place == k, x, ring[k]))
+
+
+def sum_by_age(slots: Tensor, t: Tensor, beta1: float, dtype: torch.dtype) -> Tensor:
+    """Σ_i β1^i g_{t-i}"""
+    total: Tensor | float = 0.0
+    for k in range(len(slots)):
+        weight = torch.full_like(t, beta1, dtype=dtype) ** ((t - k) % len(slots))
+        total = total + torch.where(weight > 0, weight * slots[k], 0.0)
+    assert isinstance(total, Tensor)
+    return total
