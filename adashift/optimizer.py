@@ -2,6 +2,7 @@
 
 import warnings
 from math import ceil, inf, log
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from adashift._base import (
     state_dtype_of,
 )
 from adashift._spatial import PHI, Phi, get_phi, zero_v
-from adashift._steps import cpu
+from adashift._steps import cpu, gpu
 from adashift._steps.single import step_capturable, step_single
 from adashift._window import PEAKS, is_plain, window_state, zeros_beside
 
@@ -45,7 +46,7 @@ class StepPlan(NamedTuple):
     """Which parameters of a group a kernel takes, and which go one by one."""
 
     facts: list[Any]  # what it depends on
-    tables: list[cpu.JobTable]
+    tables: list[cpu.JobTable | gpu.JobTable]
     rest: list[Tensor]
 
 
@@ -190,22 +191,24 @@ class AdaShift(PerParameter):
         plan = self._plans.get(id(group))
         if plan is not None and plan.facts == facts:
             return
-        taken: dict[torch.dtype, list[Tensor]] = {}
+        taken: dict[Any, list[Tensor]] = {}
         rest = []
         for p in params:
             state = self._state_of(p, group)
-            if group["fused"] and cpu.supports(p, group) and cpu.supports_step(p, state, group):
-                taken.setdefault(p.dtype, []).append(p)
+            if (kernels := kernels_for(p, state, group)) is not None:
+                slot_dtype = state["slots"].dtype if "slots" in state else None
+                taken.setdefault((kernels, p.device, p.dtype, slot_dtype), []).append(p)
             else:
                 rest.append(p)
-        tables = [cpu.JobTable(ps, [self.state[p] for p in ps], group) for ps in taken.values()]
+        tables = [
+            kernels.JobTable(ps, [self.state[p] for p in ps], group)
+            for (kernels, *_), ps in taken.items()
+        ]
         facts[5:] = self._facts_of(params, group)  # states may be new
         self._plans[id(group)] = StepPlan(facts, tables, rest)
 
     def _facts_of(self, params: list[Tensor], group: ParamGroup) -> list[Any]:
-        if not group["fused"]:
-            return list(map(id, params))
-        return [facts_of(p, self.state[p]) for p in params]
+        return [facts_of(p, self.state[p]) if may_use_kernels(p, group) else id(p) for p in params]
 
     def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
         """The state of a parameter, made with its first gradient; it must fit."""
@@ -246,6 +249,19 @@ def warn_of_shared_gradients(beta1: float, n: int) -> None:
             f"{beta1**n:.2g} in m_t, so that the two are correlated; {fix} or more",
             stacklevel=6,
         )
+
+
+def may_use_kernels(p: Tensor, group: ParamGroup) -> bool:
+    """By default a GPU does: Triton comes with torch, while a CPU needs a C compiler."""
+    fused = group["fused"]
+    return bool(p.device.type in gpu.DEVICES if fused is None else fused)
+
+
+def kernels_for(p: Tensor, state: ParamState, group: ParamGroup) -> ModuleType | None:
+    """The module of the kernel that takes this parameter, if any."""
+    if may_use_kernels(p, group) and cpu.supports_step(p, state, group):
+        return next((kernels for kernels in (gpu, cpu) if kernels.supports(p, group)), None)
+    return None
 
 
 def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
