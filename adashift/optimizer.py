@@ -22,12 +22,13 @@ from adashift._base import (
     state_dtype_of,
 )
 from adashift._spatial import PHI, Phi, get_phi, zero_v
-from adashift._steps import cpu
+from adashift._steps import cpu, foreach
 from adashift._steps.single import step_capturable, step_single
 from adashift._window import PEAKS, is_plain, window_state, zeros_beside
 
 PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 SHARED_WEIGHT = 0.01  # of gradients that v_t has seen, in the m_t of an endless window
+OPTIONS_OF_A_PLAN = ("fused", "foreach", "capturable", "phi", "n", "m", "state_dtype")
 SWITCHES = ("decoupled_weight_decay", "maximize", "capturable", "stochastic_rounding")
 LATER_OPTIONS = dict(  # options that the first checkpoints do not have
     weight_decay=0.0,
@@ -45,7 +46,7 @@ class StepPlan(NamedTuple):
     """Which parameters of a group a kernel takes, and which go one by one."""
 
     facts: list[Any]  # what it depends on
-    tables: list[cpu.JobTable]
+    tables: list[cpu.JobTable | foreach.FlatTable]
     rest: list[Tensor]
 
 
@@ -117,7 +118,9 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        options = dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay)
+        options: dict[str, Any] = dict(
+            lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay
+        )
         options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
         options |= dict(foreach=foreach, fused=fused, capturable=capturable)
         options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
@@ -185,26 +188,28 @@ class AdaShift(PerParameter):
 
     def _make_plan(self, params: list[Tensor], group: ParamGroup) -> None:
         """Decide who goes which way, unless nothing has changed since the last step."""
-        facts = [group[name] for name in ("fused", "phi", "n", "m", "state_dtype")]
-        facts += self._facts_of(params, group)
+        facts = [group[name] for name in OPTIONS_OF_A_PLAN] + self._facts_of(params)
         plan = self._plans.get(id(group))
         if plan is not None and plan.facts == facts:
             return
-        taken: dict[torch.dtype, list[Tensor]] = {}
-        rest = []
+        taken: dict[Any, list[Tensor]] = {}  # table and what its parameters have in common
         for p in params:
-            state = self._state_of(p, group)
-            if group["fused"] and cpu.supports(p, group) and cpu.supports_step(p, state, group):
-                taken.setdefault(p.dtype, []).append(p)
-            else:
-                rest.append(p)
-        tables = [cpu.JobTable(ps, [self.state[p] for p in ps], group) for ps in taken.values()]
-        facts[5:] = self._facts_of(params, group)  # states may be new
+            taken.setdefault(self._table_of(p, group), []).append(p)
+        rest = taken.pop(None, [])
+        tables = [key[0](ps, [self.state[p] for p in ps], group) for key, ps in taken.items()]
+        facts[len(OPTIONS_OF_A_PLAN) :] = self._facts_of(params)  # states may be new
         self._plans[id(group)] = StepPlan(facts, tables, rest)
 
-    def _facts_of(self, params: list[Tensor], group: ParamGroup) -> list[Any]:
-        if not group["fused"]:
-            return list(map(id, params))
+    def _table_of(self, p: Tensor, group: ParamGroup) -> Any:
+        """What steps p together with all that share the key; None if it goes alone."""
+        state = self._state_of(p, group)
+        if group["fused"] and cpu.supports(p, group) and cpu.supports_step(p, state, group):
+            return cpu.JobTable, p.dtype
+        if foreach.supports(p, group):
+            return foreach.FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
+        return None
+
+    def _facts_of(self, params: list[Tensor]) -> list[Any]:
         return [facts_of(p, self.state[p]) for p in params]
 
     def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
@@ -298,8 +303,8 @@ def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
     for name in now:
         if was[name] != now[name]:
             raise RuntimeError(
-                f"{name} was changed from {was[name]} to {now[name]} during training; the state does "
-                "not fit: build a new AdaShift, which starts with n steps without motion"
+                f"{name} was changed from {was[name]} to {now[name]} during training; the state "
+                "does not fit: build a new AdaShift, which starts with n steps without motion"
             )
 
 
