@@ -181,17 +181,19 @@ class AdaShift(PerParameter):
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
         super()._validate(params, group)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and group["capturable"]:
+            for p in params:
+                self._state_of(p, group)
+        else:
             self._make_plan(params, group)
-        for p in self._plans[id(group)].rest if id(group) in self._plans else params:
-            self._state_of(p, group)
 
+    @_disable_dynamo
     def _make_plan(self, params: list[Tensor], group: ParamGroup) -> None:
         """Decide who goes which way, unless nothing has changed since the last step."""
         facts = [group[name] for name in OPTIONS_OF_A_PLAN] + self._facts_of(params)
         plan = self._plans.get(id(group))
         if plan is not None and plan.facts == facts:
-            return
+            return  # state and parameters are those of the last step
         taken: dict[Any, list[Tensor]] = {}  # table and what its parameters have in common
         for p in params:
             taken.setdefault(self._table_of(p, group), []).append(p)

@@ -31,7 +31,7 @@ def test_a_function_is_its_own_phi():
 
 @pytest.mark.parametrize("phi", ["maximum", "", None, 3])
 def test_unknown_names_are_refused_with_the_choice(phi):
-    with pytest.raises(ValueError, match="max, mean, none or a function") as error:
+    with pytest.raises(ValueError, match="max, mean, row, none or a function") as error:
         get_phi(phi)
     assert repr(phi) in str(error.value)
 
