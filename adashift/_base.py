@@ -143,7 +143,7 @@ def real_view(p: Tensor) -> Tensor:
 def real_gradient(p: Tensor) -> Tensor:
     g = p.grad
     assert g is not None
-    if p.is_complex() and p.is_conj():  # memory holds the conjugate of p, whose gradient is the conjugate of g
+    if p.is_complex() and p.is_conj():  # memory holds conj(p), whose gradient is conj(g)
         g = g.conj()
     return torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
 

@@ -181,6 +181,8 @@ class AdaShift(PerParameter):
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
         super()._validate(params, group)
+        if group["phi"] != "none":
+            refuse_flat_parameters(params)
         if torch.compiler.is_compiling() and group["capturable"]:
             for p in params:
                 self._state_of(p, group)
@@ -289,6 +291,16 @@ def new_state(theta: Tensor, group: ParamGroup) -> ParamState:
         "number": torch.zeros(PEAKS + peaks, dtype=dtype, device=theta.device),
         **window_state(theta, dtype, group["state_dtype"] or dtype, m),
     }
+
+
+def refuse_flat_parameters(params: list[Tensor]) -> None:
+    """FSDP1 hands over shards of many parameters in one tensor, in which no block can be found."""
+    for p in params:
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise RuntimeError(
+                "a parameter is flattened by FullyShardedDataParallel, so phi would see shards and "
+                "not blocks: use fully_shard (FSDP2), or phi='none'"
+            )
 
 
 def refuse_other_options(state: ParamState, group: ParamGroup) -> None:

@@ -86,7 +86,7 @@ class FlatTable:
             if self.elementwise:
                 correction, weight = self.spread(correction), self.spread(weight)
             rate = alpha / (v / correction).sqrt_().add_(group["eps"]).mul_(weight)
-            self.move(s, self.spread_blocks(torch.where(v == 0, 0.0, rate)), v, group)
+            self.move(s, rate, v == 0, group)
         phi.copy_(new_phi)
 
     def read_gradients(self, group: ParamGroup) -> None:
@@ -132,21 +132,17 @@ class FlatTable:
     def spread_blocks(self, x: Tensor) -> Tensor:
         return x if self.elementwise else self.spread(x)
 
-    def move(self, s: Tensor, rate: Tensor, v: Tensor, group: ParamGroup) -> None:
-        """θ −= rate · s, with one rounding."""
-        torch.mul(s, rate, out=self.step_buffer)
+    def move(self, s: Tensor, rate: Tensor, still: Tensor, group: ParamGroup) -> None:
+        """θ −= rate · s, with one rounding, but for blocks that stand still."""
+        still = self.spread_blocks(still)
+        torch.mul(s, self.spread_blocks(rate), out=self.step_buffer)
         if decay := decoupled_decay(group):
-            self.g.copy_(self.spread_blocks(torch.where(v == 0, 0.0, group["lr"] * decay)))
-            torch._foreach_addcmul_(self.steps, self.gradients, self.wide_params())
+            torch._foreach_copy_(self.gradients, self.params)
+            self.step_buffer.add_(self.g * (group["lr"] * decay))
+        self.step_buffer.masked_fill_(still, 0.0)  # ε alone is no scale of gradients
         if self.params[0].dtype == self.g.dtype:
             torch._foreach_sub_(self.params, self.steps)
             return
         torch._foreach_copy_(self.gradients, self.params)
         self.g.sub_(self.step_buffer).copy_(rounded(self.g, self.params[0].dtype, group))
         torch._foreach_copy_(self.params, self.gradients)
-
-    def wide_params(self) -> list[Tensor]:
-        """The parameters in the dtype of the state."""
-        if self.params[0].dtype == self.g.dtype:
-            return self.params
-        return [p.to(self.g.dtype) for p in self.params]

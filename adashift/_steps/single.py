@@ -145,6 +145,6 @@ def sum_by_age(slots: Tensor, t: Tensor, beta1: float, dtype: torch.dtype) -> Te
     total: Tensor | float = 0.0
     for k in range(len(slots)):
         weight = torch.full_like(t, beta1, dtype=dtype) ** ((t - k) % len(slots))
-        total = total + torch.where(weight > 0, weight * slots[k], 0.0)
+        total = total + torch.where(weight > 0, weight * slots[k].to(dtype), 0.0)
     assert isinstance(total, Tensor)
     return total
