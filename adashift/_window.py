@@ -1,21 +1,21 @@
-"""The newest m gradients, weighted by β1^i, at a cost that does not grow with m and without drift.
+"""The average of the newest m gradients with weights β1^i, in O(1) per step and without drift.
 
 A running sum that adds the newest gradient and subtracts the oldest keeps the rounding error of
-every outlier, and inf − inf is NaN for ever. So nothing is subtracted here. Time is cut into blocks
-of m steps, and the window is the end of the last block and the start of this one:
+every outlier, and inf − inf stays NaN. So a step never subtracts. Time is divided into blocks of m
+steps, and the window covers the end of the previous block and the start of the current one:
 
-    back    Σ β1^(j−i) g_i over this block's gradients 0 … j, grown by one each step
-    slot k  of the last block: Σ β1^(m−1−i) g_i over i = k … m−1, a sum from k to the block's end
+    back    Σ β1^(j−i) g_i over gradients 0 … j of the current block, one term more each step
+    slot k  Σ β1^(m−1−i) g_i over i = k … m−1 of the previous block, a suffix sum
 
-At position j the window is back + β1^(j+1) · slot (j+1): two buffers are read, whatever m is. The
-gradient then takes the place of slot j, which no later step reads. When the block is full its
-gradients are turned into sums from the end, in place: m additions in m steps. What has left the
-window is in no sum that is read again. At j = 0 slot 0 is all there is of back, and at j = m − 1
-nobody will read it: it is not written then.
+At position j the window is back + β1^(j+1) · slot (j+1), so a step reads two buffers for any m. The
+gradient is then stored in slot j, which no later step reads. When the block is full, its gradients
+are converted to suffix sums in place: m additions every m steps. A gradient that has left the
+window is not part of any sum that is read later. `back` is not written at j = 0, where
+slot 0 has the same value, nor at j = m − 1, where no later step reads it.
 
-The sums are right for one β1. When it changes, the gradients of this block, which are still there,
-are added up anew, and those of the last block are taken out of their sums; as long as β1 goes on
-changing they are left as they are and added up at every step.
+The sums hold for one β1. When β1 changes, `back` is recomputed from the gradients of the current
+block, and the suffix sums of the previous block are converted back to gradients. While β1 keeps
+changing, the gradients are stored as they are and summed at every step.
 """
 
 from functools import cache
@@ -28,18 +28,18 @@ from adashift._base import ParamState
 
 Terms = list[tuple[Tensor, float]]
 
-# Sums of a last block can be taken apart again while the smallest weight in them is not smaller.
-RECOVERABLE = 1e-3
+# Suffix sums are used only if their smallest weight is at least this: then they can be undone.
+MIN_WEIGHT = 1e-3
 
 
 class WindowPlan(NamedTuple):
-    """What a step reads and writes of the window; g itself has the weight 1."""
+    """The buffers of the window that a step reads and writes; g itself has weight 1."""
 
-    earlier: Tensor | None  # this block's sum so far, whose weight is β1
-    keep: Tensor | None  # where the sum with g goes
-    slot: Tensor | None  # where g goes
-    front: Terms  # what the last block still has in the window
-    closing: list[Tensor]  # slots 1 … of a full block, to be summed up before front is read
+    earlier: Tensor | None  # sum over the current block so far, with weight β1
+    keep: Tensor | None  # destination of earlier·β1 + g
+    slot: Tensor | None  # destination of g
+    front: Terms  # what the window includes of the previous block
+    closing: list[Tensor]  # slots 1 … of a full block, to convert to suffix sums first
 
 
 NO_WINDOW = WindowPlan(None, None, None, [], [])  # m = 1
@@ -61,7 +61,7 @@ def slot_names(m: int) -> list[str]:
 
 
 def plan_window(state: ParamState, g: Tensor, t: int, beta1: float, m: int) -> WindowPlan:
-    """Make the window ready for g_t; the caller must do as the WindowPlan says."""
+    """Prepare the window for g_t; the caller must carry out the returned plan."""
     if m == 1:
         return NO_WINDOW
     j, slot, closing = (t - 1) % m, slot_names(m), []
@@ -69,7 +69,7 @@ def plan_window(state: ParamState, g: Tensor, t: int, beta1: float, m: int) -> W
         state.update(back=torch.zeros_like(g), beta1=beta1, summed=0)
         state.update({name: torch.zeros_like(g) for name in slot})
     elif j == 0:
-        settled = beta1 == state["beta1"] and beta1 ** (m - 1) >= RECOVERABLE
+        settled = beta1 == state["beta1"] and beta1 ** (m - 1) >= MIN_WEIGHT
         state["summed"] = int(settled)
         closing = [state[name] for name in slot[1:]] if settled else []
     elif beta1 != state["beta1"]:
@@ -84,25 +84,25 @@ def plan_window(state: ParamState, g: Tensor, t: int, beta1: float, m: int) -> W
     )
 
 
-def add_gradient(move: WindowPlan, g: Tensor, beta1: float, m: int) -> Terms:
-    """Take in g_t; return buffers and coefficients whose sum is m_t (right from t = m on).
+def add_gradient(plan: WindowPlan, g: Tensor, beta1: float, m: int) -> Terms:
+    """Add g_t to the window; return buffers and coefficients whose sum is m_t (valid from t = m).
 
-    The buffers, of which g is one, must not be changed by the caller.
+    The caller must not modify the buffers, one of which is g.
     """
-    to_suffix_sums(move.closing, beta1)
+    to_suffix_sums(plan.closing, beta1)
     terms = [(g, 1.0)]
-    if move.keep is not None and move.earlier is not None:
-        terms = [(torch.add(g, move.earlier, alpha=beta1, out=move.keep), 1.0)]
-    elif move.earlier is not None:
-        terms += [(move.earlier, beta1)]
-    if move.slot is not None:
-        move.slot.copy_(g)
+    if plan.keep is not None and plan.earlier is not None:
+        terms = [(torch.add(g, plan.earlier, alpha=beta1, out=plan.keep), 1.0)]
+    elif plan.earlier is not None:
+        terms += [(plan.earlier, beta1)]
+    if plan.slot is not None:
+        plan.slot.copy_(g)
     total = total_weight(beta1, m)
-    return [(buffer, weight / total) for buffer, weight in terms + move.front]
+    return [(buffer, weight / total) for buffer, weight in terms + plan.front]
 
 
 def previous_block_terms(state: ParamState, t: int, beta1: float, m: int) -> Terms:
-    """What of the last block is still in the window."""
+    """Return the terms of the previous block that are in the window."""
     j, slot = (t - 1) % m, slot_names(m)
     if t <= m or beta1 == 0:
         return []
@@ -113,14 +113,14 @@ def previous_block_terms(state: ParamState, t: int, beta1: float, m: int) -> Ter
 
 
 def to_suffix_sums(closing: list[Tensor], beta1: float) -> None:
-    """Turn the gradients of a full block into sums from its end."""
+    """Convert the gradients of a full block to suffix sums, in place."""
     for k in range(len(closing) - 2, -1, -1):
         weight = beta1 ** (len(closing) - 1 - k)
         torch.add(closing[k + 1], closing[k], alpha=weight, out=closing[k])
 
 
 def rebuild_sums(state: ParamState, j: int, beta1: float, m: int) -> None:
-    """Make back for another β1, and take the sums of the last block apart."""
+    """Recompute `back` for a new β1 and convert suffix sums back to gradients."""
     old, slot = state["beta1"], slot_names(m)
     if state["summed"]:
         for k in range(j + 1, m - 1):

@@ -30,41 +30,42 @@ PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 
 
 class AdaShift(PerParameter):
-    """Adam's step with v taken from old gradients, so that v_t and g_t are not correlated.
+    """Adam with v computed from gradients n steps old, so that v_t and g_t are decorrelated.
 
-    For each block (one parameter tensor), t counting the gradients that it has had:
+    For each block (one parameter tensor), where t counts its gradients:
 
         m_t     = Σ_{i<m} β1^i g_{t-i} / Σ_{i<m} β1^i
         v_t     = β2 v_{t-1} + (1 - β2) φ(g_{t-n}²)
         θ_{t+1} = θ_t - lr m_t / (√(v_t / (1 - β2^(t-n))) + eps)
 
-    A parameter does not move during its first n gradients, nor where v_t is still 0: without a
-    scale of gradients, dividing by eps would give steps of lr · 1e8.
+    A parameter does not change during its first n steps, nor where v_t is still 0: dividing by eps
+    alone would give steps of lr · 1e8.
 
     Args:
         params: parameters or parameter groups; every option below can differ per group.
-        lr: step size α; the paper's is about ten times Adam's for φ = max.
-        betas: β1 in [0, 1] (0: m_t = g_t, 1: plain average) and β2 in [0, 1).
-        eps: added outside the root.
-        n: shift; v_t uses the gradient of n steps ago.
+        lr: learning rate α; about ten times Adam's for φ = max.
+        betas: β1 in [0, 1] (0: m_t = g_t, 1: unweighted average) and β2 in [0, 1).
+        eps: added outside the square root.
+        n: shift; v_t uses the gradient from n steps ago.
         m: window of the first moment, 1 <= m <= n; None means n.
         phi: "max", "mean", "none" (element-wise), or a function of g² whose result
-            broadcasts to g. Only the names can be saved in a weights_only checkpoint.
-        weight_decay: λ; 0 is off.
-        decoupled_weight_decay: shrink θ by lr·λ with every step, as AdamW does; False adds λθ to
-            the gradient, as Adam does.
-        maximize: climb instead of descending.
-        foreach: work on lists of tensors; None: on a GPU, where it is faster, but not on a CPU.
-        fused: one pass over memory. On a CPU this compiles a C file of 200 lines on first use and
-            keeps the result; on a GPU it takes Triton. Without these: a warning, and the default.
-        capturable: no number that changes with t is read on the host, so that step() can be
-            captured in a CUDA graph or compiled as a whole; its cost grows with m.
+            broadcasts to g. Only names can be saved in a weights_only checkpoint.
+        weight_decay: weight decay coefficient λ.
+        decoupled_weight_decay: multiply θ by 1 − lr·λ at every step, as AdamW does; False adds λθ
+            to the gradient, as Adam does.
+        maximize: maximize the objective instead of minimizing it.
+        foreach: use the foreach implementation; None uses it on a GPU, where it is faster.
+        fused: use a fused kernel, one pass over memory. On a CPU it is C code that is compiled on
+            first use and cached; on a GPU it needs Triton. If neither is available, step() warns
+            and uses the default implementation.
+        capturable: read nothing on the host that changes with t, so that step() can be captured in
+            a CUDA graph or compiled as a whole; its cost grows with m.
 
-    All of these compute the same, up to rounding, and share their checkpoints, but for capturable,
-    which counts steps in a tensor.
+    All implementations give the same result up to rounding. They share checkpoints, except
+    capturable, which counts steps in a tensor.
 
-    Parameters in half precision keep their state in float32. A complex parameter is treated as the
-    pairs of its real and imaginary parts.
+    Half-precision parameters keep their state in float32. A complex parameter is treated as pairs
+    of real and imaginary parts.
 
     Example:
         >>> theta = torch.nn.Parameter(torch.tensor([1.0]))
@@ -102,7 +103,7 @@ class AdaShift(PerParameter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # checkpoints from before these options existed
+        for group in self.param_groups:  # options that older checkpoints do not have
             group.setdefault("weight_decay", 0.0)
             group.setdefault("decoupled_weight_decay", True)
             group.setdefault("maximize", False)
@@ -115,9 +116,9 @@ class AdaShift(PerParameter):
         get_phi(options["phi"])
         n = check_count("n", options["n"], inf, "v needs a past gradient, usually n=10")
         m = options["m"]
-        chosen = [way for way in ("foreach", "fused", "capturable") if options[way]]
+        chosen = [name for name in ("foreach", "fused", "capturable") if options[name]]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} are both True; they exclude each other")
+            raise ValueError(f"{' and '.join(chosen)} are True; set at most one of them")
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": check_betas(options["betas"], end="]"),
@@ -129,7 +130,7 @@ class AdaShift(PerParameter):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         super().add_param_group(param_group)
-        if self.param_groups[-1]["fused"]:  # compile now, so that a warning comes at once
+        if self.param_groups[-1]["fused"]:  # compile now, so that a warning appears early
             for p in self.param_groups[-1]["params"]:
                 cpu.supports(as_real(p), self.param_groups[-1]["phi"])
 
@@ -140,7 +141,7 @@ class AdaShift(PerParameter):
         else:
             self._update_eagerly(params, group)
 
-    @_disable_dynamo  # t is a number here: torch.compile would compile every step anew
+    @_disable_dynamo  # t is a Python int: torch.compile would recompile every step
     def _update_eagerly(self, params: list[Tensor], group: ParamGroup) -> None:
         if group["fused"] or (params and uses_foreach(params[0], group)):
             self._update_together(params, group)
@@ -149,11 +150,11 @@ class AdaShift(PerParameter):
 
     def _update(self, p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
         t = advance_state(state, g, group)
-        move = plan_window(state, g, t, group["betas"][0], group["m"] or group["n"])
-        step_single(p, g, state, move, t, group)
+        plan = plan_window(state, g, t, group["betas"][0], group["m"] or group["n"])
+        step_single(p, g, state, plan, t, group)
 
     def _update_together(self, params: list[Tensor], group: ParamGroup) -> None:
-        """By the kernel, else by lists; what neither takes goes its own way."""
+        """Use the CPU kernel where it applies, else foreach, else one parameter at a time."""
         beta1, m = group["betas"][0], group["m"] or group["n"]
         entries, jobs = list[Entry](), cpu.Jobs(group)
         for p in params:
@@ -161,47 +162,47 @@ class AdaShift(PerParameter):
             fused = group["fused"] and cpu.supports(theta, group["phi"])
             g = raw_gradient(p) if fused else gradient_of(p, group)  # the kernel does the rest
             t = advance_state(state, g, group)
-            move = plan_window(state, g, t, beta1, m)
+            plan = plan_window(state, g, t, beta1, m)
             if fused and cpu.supports_layout(
-                theta, g, move, state["v"], state[f"phi{t % group['n']}"]
+                theta, g, plan, state["v"], state[f"phi{t % group['n']}"]
             ):
-                jobs.add(theta, g, move, state, t)
+                jobs.add(theta, g, plan, state, t)
             elif uses_foreach(p, group):
-                entries.append((theta, gradient_of(p, group), state, move, t))
+                entries.append((theta, gradient_of(p, group), state, plan, t))
             else:
-                step_single(theta, gradient_of(p, group), state, move, t, group)
+                step_single(theta, gradient_of(p, group), state, plan, t, group)
         jobs.run()
         step_foreach(entries, group)
 
 
 def uses_foreach(p: Tensor, group: ParamGroup) -> bool:
-    """On a GPU unless it is refused, elsewhere if it is asked for."""
+    """Return whether to use foreach: by default on a GPU only."""
     return bool(group["foreach"] or (group["foreach"] is None and not p.is_cpu))
 
 
 def advance_state(state: ParamState, g: Tensor, group: ParamGroup) -> int:
-    """Make the state on the first gradient; return t, which counts a parameter's gradients."""
+    """Create the state on the first gradient; return t, the number of the parameter's gradients."""
     n, m, phi = group["n"], group["m"] or group["n"], group["phi"]
     kind = -1 if callable(phi) else PHI_NUMBER[phi]
     if not state:
-        v = zero_v(phi, g)  # every key from the first step on: DCP loads only those it finds
+        v = zero_v(phi, g)  # create every key now: DCP loads only existing keys
         state.update(step=0, n=n, m=m, kind=kind, v=v)
         state.update({f"phi{k}": torch.zeros_like(v) for k in range(n)})
     if isinstance(state["step"], Tensor):
-        raise changed("capturable", True, False)
+        raise changed_error("capturable", True, False)
     if (state["n"], state["m"], state["kind"]) != (n, m, kind):
         was = {**state, "phi": [*PHI, "a function"][state["kind"]]}
         now = {"n": n, "m": m, "phi": "a function" if kind < 0 else phi}
         name = next(name for name in now if was[name] != now[name])
-        raise changed(name, was[name], now[name])
+        raise changed_error(name, was[name], now[name])
     state["step"] += 1
     return state["step"]
 
 
-def changed(name: str, was: Any, now: Any) -> RuntimeError:
+def changed_error(name: str, was: Any, now: Any) -> RuntimeError:
     return RuntimeError(
-        f"{name} was changed from {was} to {now} during training; what is stored does not fit: "
-        "build a new AdaShift, which starts with n steps without motion"
+        f"{name} changed from {was} to {now} during training; the stored state needs {name}={was}: "
+        "restore it, or create a new AdaShift, which starts with n steps without updates"
     )
 
 
@@ -209,5 +210,5 @@ def step_captured(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) ->
     if not state:
         state.update(captured.initial_state(g, group))
     if not isinstance(state["step"], Tensor):
-        raise changed("capturable", False, True)
+        raise changed_error("capturable", False, True)
     captured.step_capturable(p, g, state, group)

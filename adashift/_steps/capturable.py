@@ -1,7 +1,8 @@
-"""The rule without a number or a branch that depends on t: for CUDA graphs and torch.compile.
+"""The update without host values or branches that depend on t, for CUDA graphs and torch.compile.
 
-A graph repeats the same work on the same memory. So t is a tensor, the newest gradient is put in
-its place by looking at every place, and the window is added up at every step: cost grows with m.
+A graph repeats the same operations on the same memory. Therefore t is a tensor, a gradient is
+stored by a masked write to every slot, and the window is summed at every step, at a cost that grows
+with m.
 """
 
 import math
@@ -44,7 +45,7 @@ def first_moment(state: ParamState, g: Tensor, beta1: float, m: int) -> Tensor:
 
 
 def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
-    """One step of the rule, on the device from start to end."""
+    """Update one parameter without reading anything on the host."""
     n, (beta1, beta2), alpha = group["n"], group["betas"], group["lr"]
     state["step"] += 1
     t = state["step"]

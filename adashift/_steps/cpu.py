@@ -1,8 +1,8 @@
-"""AdaShift's step on a CPU in one pass over memory: kernel.c, compiled on first use and kept.
+"""The update on a CPU in one pass over memory: kernel.c, compiled on first use and cached.
 
-The C compiler is the one that CC names, else cc, gcc or clang. The library is kept in
-ADASHIFT_CACHE, else in the user's cache folder, under a name that changes with the source, the
-compiler and the processor; without a folder to write to it is compiled anew in each process.
+The C compiler is $CC, else cc, gcc or clang. The shared library is cached in $ADASHIFT_CACHE, else
+in the user's cache folder, under a name that depends on the source, the compiler and the CPU. If
+the folder is not writable, each process compiles its own copy.
 """
 
 import atexit
@@ -37,18 +37,18 @@ TUNING_FLAGS = (
     ("-mcpu=native",),
     (),
 )
-MAX_CLOSING = 256  # slots that kernel.c can sum up
+MAX_CLOSING = 256  # MOST in kernel.c, the largest number of slots it converts
 
 RULE_FORMAT, JOB_FORMAT = Struct("8d2qQ"), Struct("9Q2q2d")  # Rule and Job of kernel.c
 IMPORTING_PROCESS = os.getpid()
 
 
 class KernelUnavailable(Exception):
-    """There is no compiler, or it fails; the message says which and why."""
+    """The kernel could not be compiled or loaded."""
 
 
 def compiler() -> list[str]:
-    """The compiler as the start of a command line."""
+    """Return the compiler as the start of a command line."""
     named = shlex.split(os.environ.get("CC", ""))
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
@@ -57,7 +57,7 @@ def compiler() -> list[str]:
 
 
 def cpu_description() -> str:
-    """What decides which instructions can be used; a home folder may serve many machines."""
+    """Return what determines the instruction set; machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def cpu_description() -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: a folder that only this user can write to."""
+    """Return the cache folder, to which only this user can write."""
     root = os.environ.get("ADASHIFT_CACHE")
     if root is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -91,7 +91,7 @@ def run_compiler(command: list[str]) -> str:
 
 
 def compile_to(target: Path, real: str, bits: str) -> None:
-    """Compile with the best flags that the compiler knows; two processes may do so at once."""
+    """Compile with the first flags that the compiler accepts; safe if two processes do so."""
     handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     start = [*compiler(), *COMPILER_FLAGS, f"-DREAL={real}", f"-DBITS={bits}", "-o", draft]
@@ -110,13 +110,13 @@ def compile_to(target: Path, real: str, bits: str) -> None:
 
 @cache
 def kernel_for(dtype: torch.dtype) -> Any:
-    """The function of kernel.c for a dtype, or None, with a warning, if it cannot be had."""
+    """Return the function of kernel.c for a dtype, or warn and return None."""
     try:
         return load_kernel(*TYPES[dtype])
     except (KernelUnavailable, OSError) as error:
         warnings.warn(
-            f"fused=True needs a C compiler, but {error}; the default path is used instead: "
-            "install one, or name it in the environment variable CC",
+            f"fused=True needs a C compiler, but {error}; using the default instead: "
+            "install a C compiler, set CC, or drop fused=True",
             stacklevel=5,
         )
         return None
@@ -124,7 +124,7 @@ def kernel_for(dtype: torch.dtype) -> Any:
 
 def load_kernel(real: str, bits: str) -> Any:
     if sys.platform == "win32":
-        raise KernelUnavailable("kernel.c needs pthreads, which Windows has not")
+        raise KernelUnavailable("kernel.c needs pthreads, not available on Windows")
     made_by = [
         run_compiler([*compiler(), "--version"]),
         cpu_description(),
@@ -143,54 +143,54 @@ def load_kernel(real: str, bits: str) -> Any:
 
 @cache
 def torch_threads() -> int:
-    """Address of what runs a function in torch's own threads, or 0.
+    """Return the address of GOMP_parallel, which runs a function in torch's threads, or 0.
 
-    They may still spin after torch's last operation, and threads of ours would wait behind them.
+    torch's threads may still spin after its last operation and would slow down other threads.
     """
     try:
-        found = ctypes.CDLL(None).GOMP_parallel  # where torch uses another OpenMP, it is not there
+        found = ctypes.CDLL(None).GOMP_parallel  # missing if torch uses another OpenMP
     except (AttributeError, OSError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 def supports(p: Tensor, phi: Any) -> bool:
-    """Whether there is a kernel for this parameter and φ."""
+    """Return whether the kernel supports this parameter's type and φ."""
     own = type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__  # DTensor …
     plain = p.dtype in TYPES and p.is_cpu and type(phi) is str and not own
     return plain and kernel_for(p.dtype) is not None
 
 
-def supports_layout(p: Tensor, g: Tensor, move: WindowPlan, v: Tensor, phi: Tensor) -> bool:
-    """Whether the kernel can make this step: memory without gaps, laid out alike, one front."""
+def supports_layout(p: Tensor, g: Tensor, plan: WindowPlan, v: Tensor, phi: Tensor) -> bool:
+    """Return whether the tensors are dense with equal strides and dtypes, as the kernel needs."""
     layout = p.stride()
     return (
         g.stride() == layout
-        and not g.is_neg()  # a sign that is not in memory
-        and g.dtype == v.dtype == phi.dtype == p.dtype  # a checkpoint keeps its own
-        and (move.slot is None or (move.slot.stride(), move.slot.dtype) == (layout, p.dtype))
-        and len(move.front) < 2
-        and len(move.closing) <= MAX_CLOSING
+        and not g.is_neg()  # lazy negation: the sign is not in memory
+        and g.dtype == v.dtype == phi.dtype == p.dtype  # a checkpoint may have another
+        and (plan.slot is None or (plan.slot.stride(), plan.slot.dtype) == (layout, p.dtype))
+        and len(plan.front) < 2
+        and len(plan.closing) <= MAX_CLOSING
         and (p.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(p))
         and (v.dim() == 0 or v.stride() == phi.stride() == layout)
     )
 
 
 class Jobs:
-    """The steps of a group's parameters, which one call of the kernel for each dtype takes."""
+    """The updates of a group's parameters, run by one kernel call for each dtype."""
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.packed = dict[torch.dtype, list[bytes]]()
-        self.held = list[Any]()  # what the kernel has addresses of and nobody else may hold
-        self.clocks = dict[int, tuple[str, float]]()  # most parameters have the same t
+        self.held = list[Any]()  # keeps memory alive that the kernel points to
+        self.clocks = dict[int, tuple[str, float]]()  # by t, which most parameters share
 
-    def add(self, p: Tensor, g: Tensor, move: WindowPlan, state: ParamState, t: int) -> None:
+    def add(self, p: Tensor, g: Tensor, plan: WindowPlan, state: ParamState, t: int) -> None:
         if t not in self.clocks:
             n, beta2 = self.group["n"], self.group["betas"][1]
             self.clocks[t] = f"phi{t % n}", 1 - beta2 ** (t - n) if t > n else 0.0
         phi, correction = self.clocks[t]
-        earlier, keep, slot, front, closing = move
+        earlier, keep, slot, front, closing = plan
         buffer, weight = front[0] if front else (None, 0.0)
         job = JOB_FORMAT.pack(
             p.data_ptr(),
@@ -208,7 +208,7 @@ class Jobs:
             correction,
         )
         self.packed.setdefault(p.dtype, []).append(job)
-        self.held.append(g)  # a copy, where p.grad is the conjugate of what is in memory
+        self.held.append(g)  # a copy if p.grad is a lazy conjugate
 
     def table(self, closing: list[Tensor]) -> int:
         pointers = [slot.data_ptr() for slot in closing]
@@ -218,7 +218,7 @@ class Jobs:
     def run(self) -> None:
         for dtype, jobs in self.packed.items():
             if kernel_for(dtype)(self.rule(), b"".join(jobs), len(jobs)):
-                raise MemoryError(f"no memory for the plan of {len(jobs)} parameters")
+                raise MemoryError(f"out of memory while updating {len(jobs)} parameters")
 
     def rule(self) -> bytes:
         group = self.group

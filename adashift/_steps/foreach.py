@@ -1,6 +1,6 @@
-"""The rule over many parameters at once: few launches on a GPU, where a loop would be slow.
+"""The update of many parameters at once: few kernel launches, the default on a GPU.
 
-With `fused` a Triton kernel takes each parameter in one pass (adashift/_steps/gpu.py).
+With fused=True a Triton kernel updates each parameter in one pass (adashift/_steps/gpu.py).
 """
 
 import warnings
@@ -16,17 +16,18 @@ from adashift._base import ParamGroup, ParamState
 from adashift._spatial import phi_of_square
 from adashift._window import WindowPlan, total_weight
 
-Entry = tuple[Tensor, Tensor, ParamState, WindowPlan, int]  # θ, g, its state, its window's move, t
+Entry = tuple[Tensor, Tensor, ParamState, WindowPlan, int]  # θ, g, state, window plan, t
 
 
 @cache
 def triton_steps() -> Any:
-    """The module of the one-pass kernel, or None, with a warning, where there is no Triton."""
+    """Return the module of the Triton kernel, or warn and return None if Triton is missing."""
     try:
         from adashift._steps import gpu
     except ImportError as error:
         warnings.warn(
-            f"fused=True needs Triton on this device, but {error}; the default is used instead",
+            f"fused=True needs Triton on this device, but {error}; "
+            "using foreach instead: install Triton or drop fused=True",
             stacklevel=2,
         )
         return None
@@ -34,11 +35,11 @@ def triton_steps() -> Any:
 
 
 def grouped(entries: list[Entry]) -> list[list[Entry]]:
-    """Entries in lists of which every one does the same: device, dtype, t and parts of the move."""
+    """Return lists of entries that share device, dtype, t and the parts of the window plan."""
     lists = defaultdict(list)
     for entry in entries:
-        p, g, _, move, t = entry
-        lists[p.device, p.dtype, g.dtype, t, len(move.front), len(move.closing)].append(entry)
+        p, g, _, plan, t = entry
+        lists[p.device, p.dtype, g.dtype, t, len(plan.front), len(plan.closing)].append(entry)
     return list(lists.values())
 
 
@@ -48,10 +49,10 @@ def step_foreach(entries: list[Entry], group: ParamGroup) -> None:
 
 
 def step_list(entries: list[Entry], group: ParamGroup) -> None:
-    ps, gs, states, moves, (t, *_) = map(list, zip(*entries, strict=True))
+    ps, gs, states, plans, (t, *_) = map(list, zip(*entries, strict=True))
     (beta1, beta2), n = group["betas"], group["n"]
     total, name = total_weight(beta1, group["m"] or n), f"phi{t % n}"
-    to_suffix_sums_foreach([move.closing for move in moves], beta1)
+    to_suffix_sums_foreach([plan.closing for plan in plans], beta1)
     sizes: list[Any] = []
     if t > n:
         vs = [state["v"] for state in states]
@@ -60,15 +61,15 @@ def step_list(entries: list[Entry], group: ParamGroup) -> None:
         sizes = step_sizes(vs, 1 - beta2 ** (t - n), group)
     one_pass = triton_steps() if group["fused"] else None
     if one_pass and all(
-        one_pass.triton_supports(p, g, move, group["phi"]) for p, g, _, move, _ in entries
+        one_pass.triton_supports(p, g, plan, group["phi"]) for p, g, _, plan, _ in entries
     ):
-        each = zip(ps, gs, moves, sizes or len(ps) * [None], strict=True)
+        each = zip(ps, gs, plans, sizes or len(ps) * [None], strict=True)
         decay = 1 - group["lr"] * group["weight_decay"] * group["decoupled_weight_decay"]
         new = [
             one_pass.step_triton(*args, beta1, total, float(decay), group["phi"]) for args in each
         ]
     else:
-        terms = add_gradients(gs, moves, beta1, total)
+        terms = add_gradients(gs, plans, beta1, total)
         if sizes:
             apply_steps(ps, terms, sizes, group)
         new = phi_of_squares(gs, group["phi"])
@@ -77,7 +78,7 @@ def step_list(entries: list[Entry], group: ParamGroup) -> None:
 
 
 def to_suffix_sums_foreach(closing: list[list[Tensor]], beta1: float) -> None:
-    """Turn the gradients of full blocks into sums from their end."""
+    """Convert the gradients of full blocks to suffix sums, in place."""
     slots = list(map(list, zip(*closing, strict=True)))
     for k in range(len(slots) - 2, -1, -1):
         torch._foreach_mul_(slots[k], beta1 ** (len(slots) - 1 - k))
@@ -85,7 +86,7 @@ def to_suffix_sums_foreach(closing: list[list[Tensor]], beta1: float) -> None:
 
 
 def phi_of_squares(gs: list[Tensor], phi: Any) -> list[Tensor]:
-    """φ(g²) of each gradient."""
+    """Return φ(g²) of each gradient."""
     if phi not in ("max", "mean") or hasattr(gs[0], "placements"):
         return [phi_of_square(phi, g) for g in gs]
     norms = list(torch._foreach_norm(gs, inf if phi == "max" else 2))
@@ -96,20 +97,20 @@ def phi_of_squares(gs: list[Tensor], phi: Any) -> list[Tensor]:
 
 
 def add_gradients(
-    gs: list[Tensor], moves: list[WindowPlan], beta1: float, total: float
+    gs: list[Tensor], plans: list[WindowPlan], beta1: float, total: float
 ) -> list[tuple[list[Tensor], float]]:
-    """Take in the gradients; return lists of buffers and coefficients whose sum is m_t."""
-    parts: dict[str, Any] = {f: [getattr(mv, f) for mv in moves] for f in WindowPlan._fields}
+    """Add the gradients; return lists of buffers and coefficients whose sum is m_t."""
+    parts: dict[str, Any] = {f: [getattr(plan, f) for plan in plans] for f in WindowPlan._fields}
     terms = [(gs, 1.0)]
-    if moves[0].keep is not None:
-        if moves[0].keep is not moves[0].earlier:
+    if plans[0].keep is not None:
+        if plans[0].keep is not plans[0].earlier:
             torch._foreach_copy_(parts["keep"], parts["earlier"])
         torch._foreach_mul_(parts["keep"], beta1)
         torch._foreach_add_(parts["keep"], gs)
         terms = [(parts["keep"], 1.0)]
-    elif moves[0].earlier is not None:
+    elif plans[0].earlier is not None:
         terms += [(parts["earlier"], beta1)]
-    if moves[0].slot is not None:
+    if plans[0].slot is not None:
         torch._foreach_copy_(parts["slot"], gs)
     for front in zip(*parts["front"], strict=True):
         terms.append(([buffer for buffer, _ in front], front[0][1]))
@@ -117,7 +118,7 @@ def add_gradients(
 
 
 def step_sizes(vs: list[Tensor], correction: float, group: ParamGroup) -> list[Tensor]:
-    """α / (√v̂ + ε), and 0 where v is still 0; small tensors, unless φ keeps all elements."""
+    """Return α / (√v̂ + ε), and 0 where v is still 0."""
     roots = list(torch._foreach_div(vs, correction))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, group["eps"])
@@ -130,7 +131,7 @@ def apply_steps(
     sizes: list[Tensor],
     group: ParamGroup,
 ) -> None:
-    """θ −= size · m_t, in as many passes as m_t has terms."""
+    """θ −= size · m_t, one pass for each term of m_t."""
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         rate = group["lr"] * group["weight_decay"]
         torch._foreach_mul_(ps, [1 - torch.where(size == 0, size, rate) for size in sizes])

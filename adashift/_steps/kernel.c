@@ -1,7 +1,7 @@
-/* AdaShift's step on a CPU, one pass over memory for all parameters of a group.
+/* AdaShift's update on a CPU, one pass over memory for all parameters of a group.
 
-   adashift/_steps/cpu.py compiles this with REAL (float or double) and BITS (the unsigned integer of the
-   same size) and fills in Rule and Job. What a step reads and writes is explained in adashift/_window.py. */
+   adashift/_steps/cpu.py compiles this with REAL (float or double) and BITS (the unsigned integer of
+   the same size) and packs Rule and Job. adashift/_window.py explains the window. */
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -13,8 +13,8 @@
 #include <emmintrin.h>
 #endif
 
-enum { PIECE = 4096 };  /* elements that stay in the cache of a core */
-enum { SHARE = 65536 }; /* elements that a thread takes at a time; a result is the same for all */
+enum { PIECE = 4096 };  /* elements that fit in a core's cache */
+enum { SHARE = 65536 }; /* elements per work item; fixed, so results do not depend on threads */
 enum { LINE = 64 / sizeof(REAL), AHEAD = 2048 / sizeof(REAL), MOST = 256 };
 enum { MAX, MEAN, NONE };
 
@@ -29,11 +29,11 @@ typedef struct {
     const REAL *g, *earlier;
     REAL *keep, *slot;
     const REAL *front;
-    REAL **closing; /* slots 1 … m − 1 of a full block, to be turned into sums from the end */
+    REAL **closing; /* slots 1 … m − 1 of a full block, to convert to suffix sums */
     REAL *v, *phi;  /* phi: φ(g_{t−n}²) before, φ(g_t²) after */
     int64_t size, closings;
     double weight;     /* of front */
-    double correction; /* 1 − β2^(t−n); 0 while nothing moves */
+    double correction; /* 1 − β2^(t−n); 0 during the first n steps */
 } Job;
 
 typedef struct {
@@ -46,7 +46,7 @@ typedef struct {
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* A gradient is not read again for a block's length: it need not push other things out of cache. */
+/* Non-temporal store: a gradient is not read again until the block is full. */
 INLINE void put_line(REAL *to, const REAL *from) {
 #ifdef __SSE2__
     for (int i = 0; i < 4; i++)
@@ -56,7 +56,7 @@ INLINE void put_line(REAL *to, const REAL *from) {
 #endif
 }
 
-/* One line of memory, or what is left of one; E, K, S, F, M: which parts the step has. */
+/* One cache line or its remainder; E, K, S, F, M: whether earlier, keep, slot, front, update apply. */
 INLINE void line(const Rule *r, const Job *j, int64_t a, int n, REAL *p, const REAL *g,
                  const REAL *f, REAL c, const int E, const int K, const int S, const int F,
                  const int M, const int whole) {
@@ -87,7 +87,7 @@ INLINE void lines(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL 
         line(r, j, a + i, n - i < LINE ? n - i : LINE, p + i, g + i, F ? f + i : f, c, E, K, S, F, M, 0);
 }
 
-/* φ = max or mean: v is one number, and c the step size that it gives. */
+/* φ = max or mean: v is a scalar and c is its step size. */
 static void move(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *g, const REAL *f,
                  REAL c) {
     const int moves = c != 0; /* true for NaN */
@@ -100,7 +100,7 @@ static void move(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *
 #undef PARTS
 }
 
-/* φ = none: every element has its own v. */
+/* φ = none: each element has its own v. */
 static void move_elements(const Rule *r, const Job *j, int64_t a, int64_t n, const REAL *g,
                           const REAL *f) {
     const REAL b1 = r->beta1, b2 = r->beta2, new2 = 1 - r->beta2, w = j->weight, d = r->decay;
@@ -121,7 +121,7 @@ static void move_elements(const Rule *r, const Job *j, int64_t a, int64_t n, con
     for (int64_t i = 0; i < n; i++) phi[i] = g[i] * g[i];
 }
 
-/* Sums from the end of a full block; returns the longest, which is not stored. */
+/* Converts a full block to suffix sums; returns the longest, which is not stored. */
 static void close_block(const Rule *r, const Job *j, int64_t a, int64_t n, REAL *longest) {
     REAL weight[MOST];
     const int64_t last = j->closings - 1;
@@ -142,7 +142,7 @@ static void close_block(const Rule *r, const Job *j, int64_t a, int64_t n, REAL 
     }
 }
 
-/* As unsigned integers |x| are in the same order, and NaN is above all. */
+/* |x| compared as unsigned integers has the same order, with NaN above all. */
 static double largest(const REAL *x, int64_t n) {
     const BITS all = ~(BITS)0 >> 1;
     BITS top = 0;
@@ -205,7 +205,7 @@ static void take_shares(void *argument) {
 
 static void *help(void *argument) { return take_shares(argument), NULL; }
 
-/* Threads of our own, where torch's cannot be had. */
+/* pthreads, if torch's threads are not available. */
 static void take_shares_together(Work *w, int64_t wanted) {
     pthread_t helper[MOST];
     int64_t helpers = 0;
@@ -216,7 +216,7 @@ static void take_shares_together(Work *w, int64_t wanted) {
     while (helpers > 0) pthread_join(helper[--helpers], NULL);
 }
 
-/* v sees g_{t−n}, never g_t; a block without a scale of gradients (v = 0) does not move. */
+/* v uses g_{t−n}, never g_t; a block with v = 0 is not updated. */
 static double step_size(const Rule *r, const Job *j) {
     if (r->phi == NONE || j->correction == 0) return 0;
     const double v = r->beta2 * *j->v + (1 - r->beta2) * *j->phi;
@@ -233,7 +233,7 @@ static void set_phi(const Work *w, int64_t i) {
     *j->phi = w->rule->phi == MAX ? top * top : (REAL)(whole / j->size);
 }
 
-/* Returns 0, or 1 if there is no memory for the plan; then nothing has been changed. */
+/* Returns 0, or 1 if out of memory; then nothing has changed. */
 int adashift_step(const Rule *rule, const Job *jobs, int64_t count) {
     Work w = {rule, jobs, count, malloc((count + 1) * sizeof(int64_t)), NULL, NULL, 0};
     if (!w.first) return 1;

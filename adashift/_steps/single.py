@@ -11,12 +11,12 @@ from adashift._window import Terms, WindowPlan, add_gradient
 
 
 def step_single(
-    p: Tensor, g: Tensor, state: ParamState, move: WindowPlan, t: int, group: ParamGroup
+    p: Tensor, g: Tensor, state: ParamState, plan: WindowPlan, t: int, group: ParamGroup
 ) -> None:
-    """One parameter's step by plain torch operations."""
+    """Update one parameter with plain torch operations."""
     n, (beta1, beta2), phi = group["n"], group["betas"], group["phi"]
-    terms = add_gradient(move, g, beta1, group["m"] or n)
-    phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²): all that v needs of an old gradient
+    terms = add_gradient(plan, g, beta1, group["m"] or n)
+    phi_old = state[f"phi{t % n}"]  # φ(g_{t-n}²)
     state[f"phi{t % n}"] = phi_of_square(phi, g)
     if t > n:
         by = step_with_scalar_v if is_cpu_scalar(phi_old) else step_with_tensor_v
@@ -24,7 +24,7 @@ def step_single(
 
 
 def is_cpu_scalar(x: Tensor) -> bool:
-    """Whether reading x is cheap; on a GPU it would wait for all that is under way."""
+    """Return whether reading x is cheap; on a GPU it would synchronize."""
     return x.dim() == 0 and x.device.type == "cpu"
 
 
@@ -44,11 +44,11 @@ def step_with_scalar_v(
     correction: float,
     group: ParamGroup,
 ) -> None:
-    """θ −= α m_t / (√v̂ + ε) where v is one number: neither m_t nor the step is ever made."""
+    """θ −= α m_t / (√v̂ + ε) for a scalar v, without temporary tensors for m_t or the step."""
     alpha, beta2 = float(group["lr"]), group["betas"][1]
     v = beta2 * state["v"].item() + (1 - beta2) * phi_old.item()  # sees g_{t-n}, never g_t
     state["v"].fill_(v)
-    if v == 0:  # no scale of gradients yet, and ε alone is none; NaN goes on
+    if v == 0:  # no gradient has reached v yet; NaN continues
         return
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         p.mul_(1 - alpha * group["weight_decay"])
@@ -67,7 +67,7 @@ def step_with_tensor_v(
     correction: float,
     group: ParamGroup,
 ) -> None:
-    """The same where v is a tensor of any shape, or where reading it would be dear."""
+    """The same for a v of any shape, or where reading v would synchronize."""
     alpha, beta2 = group["lr"], group["betas"][1]
     v = state["v"].mul_(beta2).add_(phi_old, alpha=1 - beta2)
     step = weighted_sum(terms).div_((v / correction).sqrt_().add_(group["eps"])).mul_(alpha)

@@ -1,4 +1,4 @@
-"""The window of m_t: exact at every step, whatever has passed through it and whatever β1 does."""
+"""The window of m_t is exact at every step, after outliers and while β1 changes."""
 
 import math
 
@@ -12,7 +12,7 @@ from adashift._window import add_gradient, plan_window, total_weight
 
 
 def direct(gradients, t, beta1, m):
-    """Σ β1^i g_{t-i} / Σ β1^i, term by term; a weight of 0 drops its gradient."""
+    """Σ β1^i g_{t-i} / Σ β1^i, term by term; terms with weight 0 are skipped."""
     terms = [beta1**i * gradients[t - 1 - i] for i in range(m) if beta1**i > 0]
     return sum(terms) / sum(beta1**i for i in range(m))
 
@@ -22,7 +22,7 @@ def push(state, g, t, beta1, m):
 
 
 def windows(gradients, betas, m):
-    """m_t for t = m … as the buffers give it."""
+    """Yield t and m_t from the buffers for t >= m."""
     state = {}
     for t, (g, beta1) in enumerate(zip(gradients, betas, strict=True), start=1):
         terms = push(state, g, t, beta1, m)
@@ -36,7 +36,7 @@ def stream(length, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("beta1", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("m", [1, 2, 3, 10, 40])
-def test_it_is_the_weighted_mean_of_the_newest_m(m, beta1):
+def test_window_is_the_weighted_mean_of_the_newest_m(m, beta1):
     gradients = stream(3 * m + 5)
     for t, mean in windows(gradients, [beta1] * len(gradients), m):
         torch.testing.assert_close(mean, direct(gradients, t, beta1, m), rtol=1e-13, atol=1e-14)
@@ -52,7 +52,7 @@ def test_it_is_the_weighted_mean_of_the_newest_m(m, beta1):
     ),
     seed=st.integers(0, 99),
 )
-def test_it_stays_exact_when_beta1_changes(m, changes, seed):
+def test_window_is_exact_when_beta1_changes(m, changes, seed):
     betas = [beta1 for length, beta1 in changes for _ in range(length)]
     gradients = stream(len(betas), seed)
     for t, mean in windows(gradients, betas, m):
@@ -63,8 +63,8 @@ def test_it_stays_exact_when_beta1_changes(m, changes, seed):
 @pytest.mark.parametrize("outlier", [1e8, 1e30, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("m", [2, 3, 10])
-def test_what_has_left_leaves_no_trace(m, beta1, outlier):
-    """Bit for bit as if it had never been there, from the first step on which it is gone."""
+def test_outlier_has_no_effect_after_it_left(m, beta1, outlier):
+    """From the first step after it left, the result is bit-identical to a run without it."""
     for place in range(2 * m):
         clean = stream(6 * m, dtype=torch.float32)
         dirty = [g.clone() for g in clean]
@@ -77,7 +77,7 @@ def test_what_has_left_leaves_no_trace(m, beta1, outlier):
 
 
 def test_no_drift_in_single_precision():
-    """After 20,000 steps of a plain average (β1 = 1) the error is that of one sum."""
+    """After 20,000 steps with β1 = 1, the error is that of a single sum."""
     gradients = stream(20_000, dtype=torch.float32)
     *_, (_, mean) = windows(gradients, [1.0] * len(gradients), 10)
     exact = torch.stack(gradients[-10:]).double().mean(0)
@@ -85,8 +85,8 @@ def test_no_drift_in_single_precision():
 
 
 @pytest.mark.parametrize("beta1", [0.9, 1.0])
-def test_the_cost_of_a_step_does_not_grow_with_m(beta1):
-    """Two buffers are read for m_t, however long the window is."""
+def test_number_of_terms_does_not_grow_with_m(beta1):
+    """m_t has at most two terms for any window length."""
     state, gradients = {}, stream(200)
     for t, g in enumerate(gradients, start=1):
         terms = push(state, g, t, beta1, 40)
@@ -100,7 +100,7 @@ def test_total_weight():
 
 @pytest.mark.parametrize("phi", ["max", "mean"])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (10, 1), (10, 10), (40, 40), (40, 3)])
-def test_memory_is_m_plus_1_gradients_and_n_numbers(n, m, phi):
+def test_state_is_m_plus_1_gradients_and_n_plus_1_scalars(n, m, phi):
     p = torch.nn.Parameter(torch.zeros(50, 20))
     optimizer = AdaShift([p], n=n, m=m, phi=phi)
     for _ in range(3 * n):
