@@ -10,8 +10,8 @@ steps, and the window covers the end of the previous block and the start of the 
 At position j the window is back + β1^(j+1) · slot (j+1), so a step reads two buffers for any m. The
 gradient is then stored in slot j, which no later step reads. When the block is full, its gradients
 are converted to suffix sums in place: m additions every m steps. A gradient that has left the
-window is not part of any sum that is read later. `back` is not written at j = 0, where
-slot 0 has the same value, nor at j = m − 1, where no later step reads it.
+window is not part of any sum that is read later. `back` is not written at j = 0, where slot 0 has
+the same value, nor at j = m − 1, where no later step reads it.
 
 The sums hold for one β1. When β1 changes, `back` is recomputed from the gradients of the current
 block, and the suffix sums of the previous block are converted back to gradients. While β1 keeps

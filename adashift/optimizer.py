@@ -56,8 +56,8 @@ class AdaShift(PerParameter):
         maximize: maximize the objective instead of minimizing it.
         foreach: use the foreach implementation; None uses it on a GPU, where it is faster.
         fused: use a fused kernel, one pass over memory. On a CPU it is C code that is compiled on
-            first use and cached; on a GPU it needs Triton. If neither is available, step() warns
-            and uses the default implementation.
+            first use and cached; on a GPU it needs Triton. Without a compiler or Triton, it issues
+            a warning and uses the default implementation.
         capturable: read nothing on the host that changes with t, so that step() can be captured in
             a CUDA graph or compiled as a whole; its cost grows with m.
 
