@@ -1,4 +1,4 @@
-"""The step of one parameter on a GPU in one pass over memory."""
+"""The update of one parameter on a GPU by a Triton kernel, in one pass over memory."""
 
 from typing import Any
 
@@ -40,26 +40,26 @@ def step_kernel(  # type: ignore[no-untyped-def]
         tl.atomic_add(phi_at, tl.sum(square) / count)
     else:
         tl.atomic_max(phi_at, tl.max(square))
-    if tl.sum((square != square).to(tl.int32)) > 0:  # a maximum may pass over NaN
+    if tl.sum((square != square).to(tl.int32)) > 0:  # tl.max may ignore NaN
         tl.atomic_add(phi_at, float("nan"))
 
 
-def triton_supports(p: Tensor, g: Tensor, move: WindowPlan, phi: Any) -> bool:
-    """Whether the kernel can take this parameter; others go the way of lists."""
-    buffers = [b for b in (g, move.slot, *(b for b, _ in move.front)) if b is not None]
+def triton_supports(p: Tensor, g: Tensor, plan: WindowPlan, phi: Any) -> bool:
+    """Return whether the kernel supports this parameter; foreach updates the others."""
+    buffers = [b for b in (g, plan.slot, *(b for b, _ in plan.front)) if b is not None]
     plain = p.is_contiguous() and all(b.is_contiguous() for b in buffers)
-    return plain and phi in ("max", "mean") and len(move.front) < 2 and not hasattr(p, "placements")
+    return plain and phi in ("max", "mean") and len(plan.front) < 2 and not hasattr(p, "placements")
 
 
 def step_triton(
-    p: Tensor, g: Tensor, move: WindowPlan, size: Tensor | None, beta1: float, total: float,
+    p: Tensor, g: Tensor, plan: WindowPlan, size: Tensor | None, beta1: float, total: float,
     decay: float, phi: str,
 ) -> Tensor:  # fmt: skip
-    """Take in g and, if there is a step size, move p; return φ(g²)."""
-    front, weight = move.front[0] if move.front else (None, 0.0)
+    """Add g to the window and, given a step size, update p; return φ(g²)."""
+    front, weight = plan.front[0] if plan.front else (None, 0.0)
     found = torch.zeros((), dtype=g.dtype, device=g.device)
-    buffers = [move.earlier, move.keep, move.slot, front, size]
-    here = [found if b is None else b for b in buffers]  # some pointer where none is used
+    buffers = [plan.earlier, plan.keep, plan.slot, front, size]
+    here = [found if b is None else b for b in buffers]  # any valid pointer for unused arguments
     parts = [b is not None for b in buffers]
     step_kernel[(triton.cdiv(p.numel(), BLOCK),)](
         p, g, *here, found, p.numel(), beta1, weight, total, decay, *parts, phi == "mean", BLOCK

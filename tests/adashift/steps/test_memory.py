@@ -81,11 +81,8 @@ def test_a_step_that_fails_changes_nothing(way):
     with pytest.raises(RuntimeError):
         optimizer.step()
     assert torch.equal(good, before)
-    assert all(
-        torch.equal(x, y)
-        for x, y in zip(state.values(), optimizer.state[good].values())
-        if torch.is_tensor(x)
-    )
+    for name, x in state.items():
+        assert not torch.is_tensor(x) or torch.equal(x, optimizer.state[good][name])
 
 
 @every_way
