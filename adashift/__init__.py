@@ -1,4 +1,9 @@
-"""AdaShift for PyTorch, with the rules that its paper compares it to and torch.optim lacks."""
+"""AdaShift for PyTorch, and the baselines of its paper that torch.optim does not provide.
+
+This package holds the optimizers, their reference implementation, the probe and, in analysis/, the
+theory. It imports nothing else of this repository and, outside analysis/, needs torch alone.
+Training, configuration and figures belong in experiments/.
+"""
 
 from adashift.baselines import AdamNC, SpatialOnly
 from adashift.optimizer import AdaShift

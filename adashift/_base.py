@@ -63,9 +63,7 @@ class PerParameter(Optimizer, ABC):
         super().add_param_group(self._check({**self.defaults, **param_group}))
         for p in self.param_groups[-1]["params"]:
             if not (p.is_floating_point() or p.is_complex()):
-                raise ValueError(
-                    f"a parameter has dtype {p.dtype}; it must be a floating-point one"
-                )
+                raise ValueError(f"a parameter has dtype {p.dtype}; it must be floating-point")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,7 +143,7 @@ def real_view(p: Tensor) -> Tensor:
 def real_gradient(p: Tensor) -> Tensor:
     g = p.grad
     assert g is not None
-    if p.is_conj():  # memory holds the conjugate of p, whose gradient is the conjugate of g
+    if p.is_complex() and p.is_conj():  # memory holds conj(p), whose gradient is conj(g)
         g = g.conj()
     return torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
 
@@ -156,7 +154,7 @@ def state_dtype_of(p: Tensor) -> torch.dtype:
 
 
 def real_pair(p: Tensor, group: ParamGroup) -> tuple[Tensor, Tensor]:
-    """The parameter, and the gradient as the rule sees it: of the state's dtype, to be descended."""
+    """The parameter, and the gradient as the rule sees it: downhill, in the dtype of the state."""
     theta = real_view(p)
     g = real_gradient(p).to(state_dtype_of(theta))
     g = -g if group.get("maximize") else g

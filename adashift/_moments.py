@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pearson(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
-    """Σdxdy / √(Σdx² Σdy²) of sums over deviations from the mean; NaN where one does not vary.
+    """Return Σdxdy / √(Σdx² Σdy²) from sums over deviations; NaN where x or y is constant.
 
     >>> pearson(torch.tensor([1.0, 0.0]), torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
     tensor([0.5000,    nan])
@@ -17,7 +17,7 @@ def pearson(xx: Tensor, yy: Tensor, xy: Tensor) -> Tensor:
 
 
 def welford(moments: Tensor, x: Tensor, y: Tensor, count: int) -> None:
-    """Take the count-th pair into moments, whose rows are x̄, ȳ, Σdx², Σdy² and Σdxdy."""
+    """Add the count-th pair to moments, whose rows are x̄, ȳ, Σdx², Σdy² and Σdxdy."""
     mean_x, mean_y, xx, yy, xy = moments
     dx, dy = x - mean_x, y - mean_y
     mean_x.add_(dx, alpha=1 / count)
@@ -29,9 +29,10 @@ def welford(moments: Tensor, x: Tensor, y: Tensor, count: int) -> None:
 
 
 def copy_into(own: Tensor, saved: Tensor, name: str) -> None:
+    """Load a saved tensor into an existing one of the same shape."""
     if own.shape != saved.shape:
         raise ValueError(
             f"{name} has shape {tuple(saved.shape)} in the checkpoint and {tuple(own.shape)} here; "
-            "build the object with the arguments that it was saved with"
+            "create the object with the arguments that it was saved with"
         )
     own.copy_(saved)

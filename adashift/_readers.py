@@ -24,13 +24,13 @@ Pick = Callable[[Tensor], Tensor]
 
 
 class StepFormula(NamedTuple):
-    """What one update does with gradients: θ −= size / (√divisor + eps) · Σ_j weight_j g_{t−j}.
+    """The formula of one update: θ −= size / (√divisor + eps) · Σ_j weight_j g_{t−j}.
 
-    The weights are `gain` times a memory, which is an exponential one (decay, entry), or the newest
-    `window` gradients with weights decay^j; and `now` for the current gradient besides.
+    The weights are `gain` times an average, which is exponential (decay, entry) or over the newest
+    `window` gradients with weights decay^j; the current gradient has the additional weight `now`.
     """
 
-    size: float  # 0: no update by this rule
+    size: float  # 0: no update of this form
     eps: float
     decay: float = 0.0
     entry: float = 1.0
@@ -40,7 +40,7 @@ class StepFormula(NamedTuple):
 
 
 class OptimizerReader(NamedTuple):
-    """How to read an optimizer."""
+    """Functions that return the second moment, the step formula and the divisor of an optimizer."""
 
     v: Callable[[ParamState, ParamGroup, Pick], Tensor]
     step: Callable[[ParamState, ParamGroup], StepFormula]
@@ -113,7 +113,7 @@ def rmsprop_v(state: ParamState, group: ParamGroup, pick: Pick) -> Tensor:
 
 
 def plain_step(state: ParamState, group: ParamGroup) -> StepFormula:
-    """Without momentum, or, as in RMSprop, with momentum of what has been divided before."""
+    """No momentum, or momentum applied after the division as in RMSprop."""
     return StepFormula(float(group["lr"]), group["eps"])
 
 
@@ -127,7 +127,7 @@ def adadelta_step(state: ParamState, group: ParamGroup) -> StepFormula:
 
 
 def adadelta_divisor(state: ParamState, group: ParamGroup, pick: Pick, s: Tensor) -> Tensor:
-    """(v + ε) / (d + ε), where d is acc_delta before the step: ρd + (1−ρ)Δ² is what it is now."""
+    """(v + ε) / (d + ε), where d is acc_delta before the step; it is ρd + (1−ρ)Δ² now."""
     rho, eps = group["rho"], group["eps"]
     v, after = pick(state["square_avg"]).to(s), pick(state["acc_delta"]).to(s)
     return (rho * (v + eps) + (1 - rho) * s) / (after + rho * eps)
@@ -143,7 +143,7 @@ READERS: dict[type[Optimizer], OptimizerReader] = {
     AdamNC: OptimizerReader(keyed("v"), adamnc_step),
     NAdam: OptimizerReader(adam_v, nadam_step),
     RAdam: OptimizerReader(adam_v, radam_step),
-    Adam: OptimizerReader(adam_v, adam_step),  # AdamW is one
+    Adam: OptimizerReader(adam_v, adam_step),  # and AdamW, a subclass
     Adamax: OptimizerReader(
         lambda state, group, pick: pick(state["exp_inf"]).square(), adamax_step
     ),
@@ -154,16 +154,16 @@ READERS: dict[type[Optimizer], OptimizerReader] = {
 
 
 def reader_of(optimizer: Optimizer) -> OptimizerReader:
-    """How to read this optimizer; one that is unknown must keep its moments as Adam does."""
-    for known, rule in READERS.items():
+    """Return the reader of an optimizer; an unknown one must have Adam's state."""
+    for known, reader in READERS.items():
         if isinstance(optimizer, known):
-            return rule
+            return reader
     kept = [state for state in optimizer.state.values() if state]
     from_torch = type(optimizer).__module__.startswith("torch.optim")
     if from_torch or not all("exp_avg_sq" in state for state in kept):
         names = ", ".join(known.__name__ for known in READERS)
         raise TypeError(
-            f"{type(optimizer).__name__} keeps no second moment that the probe knows; use one of "
+            f"{type(optimizer).__name__} has no second moment that the probe supports; use one of "
             f"{names}, or an optimizer with Adam's state (exp_avg_sq, step) and options (lr, "
             "betas, eps)"
         )
@@ -171,7 +171,7 @@ def reader_of(optimizer: Optimizer) -> OptimizerReader:
 
 
 def coupled_weight_decay(optimizer: Optimizer) -> Callable[[ParamGroup], bool]:
-    """Whether weight decay is part of the gradient; of unknown optimizers it is not assumed."""
+    """Return a test for groups with decay in the gradient; unknown optimizers have none."""
     unknown = not isinstance(optimizer, tuple(READERS))
     return lambda group: (
         bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", unknown)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A name, unlike a function, survives every checkpoint (torch.load with weights_only=True too).
+# Unlike a function, a name can be saved in every checkpoint, including weights_only=True.
 Phi = str | Callable[[Tensor], Tensor]
 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,7 +22,7 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
-    """Return the function φ for a name; a function is returned as it is.
+    """Return the function φ for a name; a function is returned unchanged.
 
     >>> get_phi("max")(torch.tensor([1.0, 4.0]))
     tensor(4.)
@@ -35,7 +35,7 @@ def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
 
 
 def reduce_partial(x: Any) -> Tensor:
-    """x with the shares of all processes brought together (FSDP2 gives DTensors)."""
+    """Return x with partial DTensor placements (FSDP2) reduced over all processes."""
     placements = getattr(x, "placements", ())
     if not any(p.is_partial() for p in placements):
         return x
@@ -45,7 +45,7 @@ def reduce_partial(x: Any) -> Tensor:
 
 
 def block_max(x: Any) -> Tensor:
-    """max(x) over all processes; the share of a process in a small tensor may be empty."""
+    """Return max(x) over all processes; the local shard of a small tensor may be empty."""
     if not hasattr(x, "placements"):
         return x.max()
     from torch.distributed.tensor import DTensor, Partial
@@ -57,13 +57,13 @@ def block_max(x: Any) -> Tensor:
 
 
 def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
-    """φ(g²), for the names without making g².
+    """Return φ(g²); the named functions avoid computing g².
 
     >>> phi_of_square("mean", torch.tensor([1.0, 3.0]))
     tensor(5.)
     """
     if phi == "max" and not hasattr(g, "placements"):
-        low, high = torch.aminmax(g)  # on a CPU six times as fast as the norm of order inf
+        low, high = torch.aminmax(g)  # six times as fast as the inf-norm on a CPU
         return torch.maximum(low.square_(), high.square_())
     if phi == "mean":
         norm = torch.linalg.vector_norm(g, dtype=torch.float64)  # the sum of squares may overflow
@@ -72,14 +72,14 @@ def phi_of_square(phi: Phi, g: Tensor) -> Tensor:
 
 
 def zero_v(phi: Phi, g: Tensor) -> Tensor:
-    """v_0 = 0, in the shape that φ gives for a gradient like g."""
+    """Return v_0 = 0 in the shape of φ(g²)."""
     scale = reduce_partial(get_phi(phi)(g**2))
     try:
         scale.expand_as(g)
     except (AttributeError, RuntimeError) as error:
         result = tuple(getattr(scale, "shape", ())) or type(scale).__name__
         raise ValueError(
-            f"phi gave {result} for a gradient of shape {tuple(g.shape)}; its result must "
-            "broadcast to the gradient: reduce to one number, or with keepdim=True"
+            f"phi returned {result} for a gradient of shape {tuple(g.shape)}; its result must "
+            "broadcast to the gradient: reduce to a scalar, or use keepdim=True"
         ) from error
     return torch.zeros_like(scale)

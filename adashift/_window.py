@@ -4,21 +4,21 @@ The m slots of a parameter hold its newest gradients, and a running sum follows 
 
     S_t = β1 S_{t-1} + g_t − β1^m g_{t-m}          m_t = S_t / W,  W = Σ_{i<m} β1^i
 
-This reads and writes as much as Adam does, whatever m is. Alone it would keep the rounding error of
-every outlier, and inf − inf is NaN forever. So a bound e of its error is kept for each parameter. Let u
-be the unit of rounding, G the largest |g| in the window, and G⁺ that of the window and the gradient
-that leaves it. |S| ≤ W G⁺, and a step rounds three times:
+This reads and writes as much as Adam does, whatever m is. Alone it would keep the rounding error
+of every outlier, and inf − inf is NaN forever. So each parameter has a bound e of that error.
+Let u be the unit of rounding, G the largest |g| in the window, and G⁺ that of the window and the
+gradient that leaves it. |S| ≤ W G⁺, and a step rounds three times:
 
     e_t = β1 e_{t-1} + 3u (β1 W + 1 + β1^m) G⁺ = β1 e_{t-1} + 3u (W + 2 β1^m) G⁺
 
-If e_t would exceed 25u W² G, or is not finite, or β1 has changed, S_t is summed again from the slots,
-from the oldest to the newest, which rounds twice for each of them: e_t = 2u W² G. So at every step
+If e_t would exceed 25u W² G, or is not finite, or β1 has changed, S_t is summed again from the
+slots, from the oldest to the newest, which rounds twice for each: e_t = 2u W² G. So at every step
 
     |error of m_t| ≤ 25u W G
 
-which is 1e-5 of the largest gradient in the window for float32, β1 = 0.9 and m = 10. The decision is
-made before g_t is known, with G taken over the other gradients: a larger g_t adds more to the right of
-the comparison than to the left. Gradients of about one size never need it.
+which is 1e-5 of the largest gradient in the window for float32, β1 = 0.9 and m = 10. The decision
+is made before g_t is known, with G taken over the other gradients: a larger g_t adds more to the
+right of the comparison than to the left. Gradients of about one size never need it.
 
 m = inf keeps no slots: S_t = β1 S_{t-1} + g_t and W_t = β1 W_{t-1} + 1.
 """
@@ -59,8 +59,8 @@ def is_dense(x: Tensor) -> bool:
 def zeros_beside(p: Tensor, dtype: torch.dtype, count: int = 0, place: int = 0) -> Tensor:
     """Zeros of the shape and memory layout of p, or a stack of `count` of them.
 
-    Large buffers start at different places of a memory page (`place` 0 to 3): if all of them started
-    at the same one, a step that goes through them together would be a fifth slower.
+    Large buffers start at different places of a memory page (`place` 0 to 3): if all of them
+    started at the same one, a step that goes through them together would be slower.
     """
     if not (is_plain(p) and is_dense(p)):
         one = torch.zeros_like(p, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Rules of the paper's comparisons that torch.optim does not have."""
+"""Baselines of the paper that torch.optim does not provide."""
 
 from math import inf
 from typing import Any
@@ -12,15 +12,14 @@ from adashift._spatial import Phi, get_phi, zero_v
 
 
 class AdamNC(PerParameter):
-    """Adam whose v_t is the plain average of all squared gradients so far (Reddi et al. 2018).
+    """Adam with v_t the average of all squared gradients so far (Reddi et al. 2018).
 
         m_t     = β1 m_{t-1} + (1 - β1) g_t
         v_t     = (1 - 1/t) v_{t-1} + (1/t) g_t²
         θ_{t+1} = θ_t - lr m_t / (1 - β1^t) / (√v_t + eps)
 
-    There is no β2: the rule itself sets it to 1 - 1/t, and a plain average has no bias to
-    correct. So it takes `beta1` where other rules take `betas`. The step size is constant; the
-    α/√t of the convergence proof is a scheduler's work.
+    β2 is 1 - 1/t and an average needs no bias correction, so the argument is `beta1` instead of
+    `betas`. The learning rate is constant; use a scheduler for the α/√t of the convergence proof.
 
     Example:
         >>> theta = torch.nn.Parameter(torch.tensor([1.0]))
@@ -56,7 +55,7 @@ class AdamNC(PerParameter):
 
 
 class SpatialOnly(PerParameter):
-    """Adam whose v_t takes φ of the current squared gradient: AdaShift's φ without its shift.
+    """Adam with v_t computed from φ(g_t²): AdaShift's φ without its shift.
 
         m_t     = β1 m_{t-1} + (1 - β1) g_t
         v_t     = β2 v_{t-1} + (1 - β2) φ(g_t²)

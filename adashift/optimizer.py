@@ -2,7 +2,6 @@
 
 import warnings
 from math import ceil, inf, log
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +22,13 @@ from adashift._base import (
     state_dtype_of,
 )
 from adashift._spatial import PHI, Phi, get_phi, zero_v
-from adashift._steps import cpu, gpu
+from adashift._steps import cpu, foreach, gpu
 from adashift._steps.single import step_capturable, step_single
 from adashift._window import PEAKS, is_plain, window_state, zeros_beside
 
 PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 SHARED_WEIGHT = 0.01  # of gradients that v_t has seen, in the m_t of an endless window
+OPTIONS_OF_A_PLAN = ("fused", "foreach", "capturable", "phi", "n", "m", "state_dtype")
 SWITCHES = ("decoupled_weight_decay", "maximize", "capturable", "stochastic_rounding")
 LATER_OPTIONS = dict(  # options that the first checkpoints do not have
     weight_decay=0.0,
@@ -46,7 +46,7 @@ class StepPlan(NamedTuple):
     """Which parameters of a group a kernel takes, and which go one by one."""
 
     facts: list[Any]  # what it depends on
-    tables: list[cpu.JobTable | gpu.JobTable]
+    tables: list[cpu.JobTable | foreach.FlatTable | gpu.JobTable]
     rest: list[Tensor]
 
 
@@ -118,7 +118,9 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        options = dict(lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay)
+        options: dict[str, Any] = dict(
+            lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay
+        )
         options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
         options |= dict(foreach=foreach, fused=fused, capturable=capturable)
         options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
@@ -179,36 +181,43 @@ class AdaShift(PerParameter):
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
         super()._validate(params, group)
-        if not torch.compiler.is_compiling():
+        if group["phi"] != "none":
+            refuse_flat_parameters(params)
+        if torch.compiler.is_compiling() and group["capturable"]:
+            for p in params:
+                self._state_of(p, group)
+        else:
             self._make_plan(params, group)
-        for p in self._plans[id(group)].rest if id(group) in self._plans else params:
-            self._state_of(p, group)
 
+    @_disable_dynamo
     def _make_plan(self, params: list[Tensor], group: ParamGroup) -> None:
         """Decide who goes which way, unless nothing has changed since the last step."""
-        facts = [group[name] for name in ("fused", "phi", "n", "m", "state_dtype")]
-        facts += self._facts_of(params, group)
+        facts = [group[name] for name in OPTIONS_OF_A_PLAN] + self._facts_of(params)
         plan = self._plans.get(id(group))
         if plan is not None and plan.facts == facts:
-            return
-        taken: dict[Any, list[Tensor]] = {}
-        rest = []
+            return  # state and parameters are those of the last step
+        taken: dict[Any, list[Tensor]] = {}  # table and what its parameters have in common
         for p in params:
-            state = self._state_of(p, group)
-            if (kernels := kernels_for(p, state, group)) is not None:
-                slot_dtype = state["slots"].dtype if "slots" in state else None
-                taken.setdefault((kernels, p.device, p.dtype, slot_dtype), []).append(p)
-            else:
-                rest.append(p)
-        tables = [
-            kernels.JobTable(ps, [self.state[p] for p in ps], group)
-            for (kernels, *_), ps in taken.items()
-        ]
-        facts[5:] = self._facts_of(params, group)  # states may be new
+            taken.setdefault(self._table_of(p, group), []).append(p)
+        rest = taken.pop(None, [])
+        tables = [key[0](ps, [self.state[p] for p in ps], group) for key, ps in taken.items()]
+        facts[len(OPTIONS_OF_A_PLAN) :] = self._facts_of(params)  # states may be new
         self._plans[id(group)] = StepPlan(facts, tables, rest)
 
-    def _facts_of(self, params: list[Tensor], group: ParamGroup) -> list[Any]:
-        return [facts_of(p, self.state[p]) if may_use_kernels(p, group) else id(p) for p in params]
+    def _table_of(self, p: Tensor, group: ParamGroup) -> Any:
+        """What steps p together with all that share the key; None if it goes alone."""
+        state = self._state_of(p, group)
+        if may_use_kernels(p, group) and cpu.supports_step(p, state, group):
+            for kernels in (gpu, cpu):
+                if kernels.supports(p, group):
+                    slots = state["slots"].dtype if "slots" in state else None
+                    return kernels.JobTable, p.device, p.dtype, slots
+        if foreach.supports(p, group):
+            return foreach.FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
+        return None
+
+    def _facts_of(self, params: list[Tensor]) -> list[Any]:
+        return [facts_of(p, self.state[p]) for p in params]
 
     def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
         """The state of a parameter, made with its first gradient; it must fit."""
@@ -252,16 +261,10 @@ def warn_of_shared_gradients(beta1: float, n: int) -> None:
 
 
 def may_use_kernels(p: Tensor, group: ParamGroup) -> bool:
-    """By default a GPU does: Triton comes with torch, while a CPU needs a C compiler."""
-    fused = group["fused"]
-    return bool(p.device.type in gpu.DEVICES if fused is None else fused)
-
-
-def kernels_for(p: Tensor, state: ParamState, group: ParamGroup) -> ModuleType | None:
-    """The module of the kernel that takes this parameter, if any."""
-    if may_use_kernels(p, group) and cpu.supports_step(p, state, group):
-        return next((kernels for kernels in (gpu, cpu) if kernels.supports(p, group)), None)
-    return None
+    """By default on a GPU alone: Triton comes with torch, while a CPU needs a C compiler."""
+    if group["fused"] is None:
+        return p.device.type in gpu.DEVICES and not group["foreach"]
+    return bool(group["fused"])
 
 
 def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
@@ -300,6 +303,16 @@ def new_state(theta: Tensor, group: ParamGroup) -> ParamState:
     }
 
 
+def refuse_flat_parameters(params: list[Tensor]) -> None:
+    """FSDP1 hands over shards of many parameters in one tensor, in which no block can be found."""
+    for p in params:
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise RuntimeError(
+                "a parameter is flattened by FullyShardedDataParallel, so phi would see shards and "
+                "not blocks: use fully_shard (FSDP2), or phi='none'"
+            )
+
+
 def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
     """n, m and phi decide what the state holds."""
     if "number" not in state:
@@ -314,8 +327,8 @@ def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
     for name in now:
         if was[name] != now[name]:
             raise RuntimeError(
-                f"{name} was changed from {was[name]} to {now[name]} during training; the state does "
-                "not fit: build a new AdaShift, which starts with n steps without motion"
+                f"{name} was changed from {was[name]} to {now[name]} during training; the state "
+                "does not fit: build a new AdaShift, which starts with n steps without motion"
             )
 
 

@@ -1,7 +1,7 @@
-"""A probe for any training: does the optimizer's second moment know the gradient that it divides?
+"""A probe that measures, in any training, whether v_t is correlated with the gradient it divides.
 
-The paper's diagnosis of Adam, measured while you train: the correlation of g_t² with v_t, and the
-net update factor k of large gradients against that of small ones (section 3).
+It reports the paper's diagnosis of Adam (section 3): the correlation of g_t² and v_t, and the net
+update factor k of large gradients relative to small ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,19 +22,19 @@ from adashift.optimizer import AdaShift
 Vectors = dict[str, Tensor]
 Counts = dict[str, float]
 
-# How long an element's own mean square reaches back: longer than the usual v (1,000 steps at
-# β2 = 0.999 and fewer elsewhere) it would lag behind training, shorter it would follow v.
+# Memory of an element's mean square, as long as that of v at β2 = 0.999: a longer one would lag
+# behind training, a shorter one would follow v.
 MEAN_SQUARE_STEPS = 1000
-# Gradients that only set this scale. Adam's first step sizes are about 1 / |g_1|, so heavy in their
-# tail that a few elements would decide the mean, and next to a scale of g_1 all others look large.
+# Gradients that only initialize the mean square. Adam's first step sizes are about 1 / |g_1|, so
+# heavy-tailed that a few elements would dominate the mean.
 WARM_UP_STEPS = 100
 
 
 NO_COUNTS: Counts = {
     "seen": 0,  # gradients
     "samples": 0,  # of g² and v
-    "held": 0.0,  # weight of the gradients in memory
-    "weight": 0.0,  # … summed over the sampled steps
+    "held": 0.0,  # total weight in the first moment
+    "weight": 0.0,  # the same, summed over the sampled steps
     "fresh": 0,  # whether the last step was sampled
     "met": 0,  # gradients that followed a sampled step
 }
@@ -42,7 +42,7 @@ NO_COUNTS: Counts = {
 
 @dataclass
 class ProbedBlock:
-    """One parameter tensor: where its elements stand in the probe's vectors, and its counts."""
+    """One parameter tensor: the columns of its elements in the probe's vectors, and its counts."""
 
     name: str
     shape: torch.Size
@@ -52,7 +52,7 @@ class ProbedBlock:
     has_gradient: bool = False
 
     def pick(self, x: Tensor) -> Tensor:
-        """The block's own elements of x, which may be one number, or broadcast to the block."""
+        """Return the block's elements of x, which may be a scalar or broadcast to the block."""
         x = real_view(x)
         if x.numel() == 1:
             return x.reshape(1)
@@ -66,49 +66,50 @@ class ProbedBlock:
 
 
 class DecorrelationProbe:
-    """Watches an optimizer and reports, for each block (one parameter tensor):
+    """Observe an optimizer and report, for each block (one parameter tensor):
 
-    correlation: of g_t² and v_t over time, the mean over elements. v_t is the raw second moment
-        that the step divides by, as in the paper. Independent gradients give Adam √(1 − β2²), which
-        is 0.436 at β2 = 0.9 and 0.045 at 0.999, and AdaShift 0, or a little less in a short
-        run. While v rises from 0, over its first few 1 / (1 − β2) steps, that rise hides the
-        correlation: call `reset` after it.
+    correlation: of g_t² and v_t over time, averaged over elements. v_t is the raw second moment,
+        without bias correction, as in the paper. For independent gradients it is √(1 − β2²) for
+        Adam (0.436 at β2 = 0.9, 0.045 at 0.999) and 0 for AdaShift, or slightly less in a short
+        run. The initial rise of v, over a few times 1 / (1 − β2) steps, hides the correlation:
+        call `reset` after it.
     k_ratio: the mean net update factor of large gradients over that of small ones; 1 is unbiased,
         below 1 large gradients count for less. k(g_t) = Σ_{i≥t} c_{i,t} D_i, where D_i is the step
         size of step i as the optimizer takes it (its lr, bias correction and eps) and c_{i,t}
         the weight of g_t in the direction of step i; both sums, of k and of the weights, run over
         the steps so far.
-    k_effect: k_ratio over the same ratio of the step sizes that stood just before each gradient
-        came. A gradient cannot have changed those, so what they differ by (training that slows
-        down, chance in a short run) is taken out and its own effect is left.
+    k_effect: k_ratio divided by the same ratio of the step sizes just before each gradient. A
+        gradient cannot affect those, so the division removes other causes (a trend in the step
+        size, chance in a short run) and leaves the effect of the gradient itself.
 
-    A gradient is large if g² is above the element's own mean square over the 1,000 gradients before
-    it: no other element and no later step decides. k is divided by the element's mean k
-    before a block is averaged, so that elements with small v do not speak for all.
+    A gradient is large if g² exceeds the element's mean square over about 1,000 gradients before
+    it. k is divided by the element's mean k before averaging over a block, so that elements with
+    small v do not dominate.
 
-    The sum over later steps needs no store: Σ_t [g_t large] k(g_t) = Σ_i D_i Σ_{t≤i} c_{i,t} [g_t
-    large], and the inner sum is the optimizer's own first moment, taken of 0 and 1.
+    No gradient is stored for the sum over later steps: Σ_t [g_t large] k(g_t) =
+    Σ_i D_i Σ_{t≤i} c_{i,t} [g_t large], and the inner sum is the optimizer's first moment of the
+    indicator [g_t large].
 
-    The cost is some 30 small operations a step and 8 a block, whatever the size of the blocks: on
-    one CPU core a fifth of a step of a 784-256-256-10 net with batch 64, half of that with
-    every=10, and little beside a larger net. `python -m adashift.probe` measures it.
+    The overhead is about 30 small operations per step and 8 per block, for any block size: on one
+    CPU core 20 % of a step of a 784-256-256-10 net with batch 64, 10 % with every=10, and little
+    for a larger net. `python -m adashift.probe` measures it.
 
-    The training is the same to the bit with the probe and without. Supported are torch's Adam,
-    AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta (AMSGrad's maximum where it is
-    on), AdaShift, SpatialOnly, AdamNC, and others that keep Adam's state. Steps that are not
-    divided by √v (AdaShift's first n, RAdam's first five) are left out, and the first 100
-    gradients of a block only set its scale: k is known after them.
+    Training with the probe is bit-identical to training without it. Supported are torch's Adam,
+    AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta (with AMSGrad's maximum if enabled),
+    AdaShift, SpatialOnly, AdamNC, and other optimizers with Adam's state. Steps that are not
+    divided by √v (AdaShift's first n, RAdam's first five) are skipped, and the first 100 gradients
+    of a block only initialize its mean square: k is NaN until then.
 
     Args:
-        optimizer: what to watch; parameter groups that are added later are watched too.
-        every: read v at every so many steps only. Gradients are read at each, for k needs them.
-        elements: at most so many elements of a block, drawn once. Memory is 18 doubles for each
+        optimizer: the optimizer to observe, including parameter groups that are added later.
+        every: read v every so many steps. Gradients are read at every step, because k needs them.
+        elements: maximum number of elements per block, sampled once. Memory is 18 doubles for each
             (and m more for AdaShift's window).
         names: names of the blocks, in the optimizer's order, or pairs such as
-            model.named_parameters(). Without, the optimizer's own names if it was built with
+            model.named_parameters(). Default: the optimizer's own names if it was created with
             named parameters, else "0", "1", …
-        seed: draws the elements; torch's own random state is not touched.
-        dtype: of the sums; float32 for a device without float64.
+        seed: seed for sampling the elements; torch's global generator is not used.
+        dtype: dtype of the sums; use float32 on a device without float64.
 
     Example:
         >>> theta = torch.nn.Parameter(torch.zeros(100))
@@ -148,7 +149,7 @@ class DecorrelationProbe:
         ]
 
     def results(self) -> dict[str, float]:
-        """Block name / quantity → number, NaN for what is not known yet; fit for wandb.log."""
+        """Return {"block/quantity": value}, NaN while unknown, e.g. for wandb.log."""
         results = {}
         for block in self._blocks:
             x = self._of(block.columns)
@@ -160,14 +161,14 @@ class DecorrelationProbe:
         return results
 
     def reset(self) -> None:
-        """Forget what was seen; the elements stay."""
+        """Clear all sums and counts; the sampled elements stay the same."""
         for block in self._blocks:
             block.counts.update(NO_COUNTS)
         for x in self._vectors.values():
             x.zero_()
 
     def remove(self) -> None:
-        """Take the hooks off; results stay."""
+        """Remove the hooks; results remain available."""
         for handle in self._handles:
             handle.remove()
 
@@ -178,7 +179,7 @@ class DecorrelationProbe:
         self.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and tensors only, so that torch.load with weights_only=True reads it."""
+        """Return numbers and tensors only, for torch.load(weights_only=True)."""
         return {
             "counts": [dict(block.counts) for block in self._blocks],
             "index": [block.index for block in self._blocks],
@@ -192,11 +193,11 @@ class DecorrelationProbe:
             block.counts.update(counts)
             block.index = index if index is None else index.to(x.device, copy=True)
 
-    # Layout: the elements of all blocks stand side by side, so that a step is a few operations
-    # however many blocks there are
+    # Layout: the elements of all blocks are columns of shared vectors, so that the number of
+    # operations per step hardly depends on the number of blocks
 
     def _grow(self) -> None:
-        """Make room for parameters that are not known yet."""
+        """Allocate columns for new parameters."""
         end = self._blocks[-1].columns.stop if self._blocks else 0
         for number, (p, group) in enumerate(parameters(self.optimizer)):
             if number >= len(self._blocks):
@@ -212,7 +213,7 @@ class DecorrelationProbe:
         self._grow_window(torch.zeros(longest_window(self.optimizer), end).to(new))
 
     def _grow_window(self, new: Tensor) -> None:
-        """Row i % (number of rows) holds gradient i of a block, so each has to find its new row."""
+        """Move gradient i of each block to row i % len(new)."""
         old = self._vectors.get("window", new[:0])
         self._vectors["window"] = new
         for block in self._blocks:
@@ -224,7 +225,7 @@ class DecorrelationProbe:
         size = real_view(p).numel()
         if size <= self.elements:
             return None
-        # One drawn twice does no harm, and drawing without would list all elements.
+        # With replacement: without, torch would permute all elements.
         drawn = torch.randint(size, (self.elements,), generator=self._random)
         return drawn.sort().values.to(p.device)
 
@@ -239,16 +240,16 @@ class DecorrelationProbe:
         return str(number)
 
     def _of(self, columns: slice) -> dict[str, Tensor]:
-        """Views of the vectors; making them anew would be a quarter of the probe's time."""
+        """Return cached views of the vectors; creating them would be a quarter of the overhead."""
         key = columns.start, columns.stop
         if key not in self._views:
             self._views[key] = {name: x[..., columns] for name, x in self._vectors.items()}
         return self._views[key]
 
-    # Watching
+    # Hooks
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Read the gradients now, or, if they come from a closure, as soon as it has run."""
+        """Read the gradients now, or after the closure if there is one."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._read_gradients()
@@ -267,7 +268,7 @@ class DecorrelationProbe:
     def _read_gradients(self) -> None:
         if sum(len(group["params"]) for group in self.optimizer.param_groups) > len(self._blocks):
             self._grow()
-        scale = getattr(self.optimizer, "grad_scale", None)  # GradScaler leaves it to fused rules
+        scale = getattr(self.optimizer, "grad_scale", None)  # set by GradScaler if fused
         coupled = coupled_weight_decay(self.optimizer)
         for block, (p, group) in zip(self._blocks, parameters(self.optimizer), strict=True):
             block.has_gradient = p.grad is not None and p.numel() > 0
@@ -289,20 +290,20 @@ class DecorrelationProbe:
             (block, self._read_step(reader, block, optimizer.state[p], group))
             for block, (p, group) in zip(self._blocks, parameters(optimizer), strict=True)
         ]
-        # Neighbours with the same history and step, as a reader all blocks, are one vector.
+        # Adjacent blocks with equal counts and step, usually all, are processed as one vector.
         for (step, *_), run in groupby(seen, key=lambda x: (x[1], *x[0].counts.values())):
             if step is not None:
                 blocks = [block for block, _ in run]
                 columns = slice(blocks[0].columns.start, blocks[-1].columns.stop)
                 counts = dict(blocks[0].counts)
-                self._take_in(self._of(columns), reader, step, counts)
+                self._accumulate(self._of(columns), reader, step, counts)
                 for block in blocks:
                     block.counts.update(counts)
 
     def _read_step(
         self, reader: OptimizerReader, block: ProbedBlock, state: ParamState, group: ParamGroup
     ) -> StepFormula | None:
-        """The step that was taken, None if there was none; v goes to its place if it is due."""
+        """Return the formula of the step, None if there was none; copy v if it is due."""
         if not block.has_gradient:
             return None
         step = reader.step(state, group)
@@ -315,7 +316,7 @@ class DecorrelationProbe:
                 x["divisor"].copy_(reader.divisor(state, group, block.pick, x["g"].square()))
         return step
 
-    def _take_in(
+    def _accumulate(
         self, x: Vectors, reader: OptimizerReader, step: StepFormula, counts: Counts
     ) -> None:
         s = x["g"].square()
@@ -326,7 +327,7 @@ class DecorrelationProbe:
                 x["before_all"].add_(x["D"])
                 x["before_large"].addcmul_(x["D"], x["large"])
                 x["before_share"].add_(x["large"])
-            remember(x, step, counts)
+            update_memory(x, step, counts)
         counts["seen"] += 1
         x["mean_square"].lerp_(s, max(1 / counts["seen"], 1 / MEAN_SQUARE_STEPS))
         counts["fresh"] = int(step.size > 0)
@@ -336,7 +337,7 @@ class DecorrelationProbe:
             add_step_size(x, x["v"] if reader.divisor is None else x["divisor"], step, counts)
 
 
-# The probe's vectors and their rows
+# The probe's vectors and their leading dimensions
 ROWS: dict[str, tuple[int, ...]] = {
     "g": (),
     "v": (),
@@ -344,19 +345,19 @@ ROWS: dict[str, tuple[int, ...]] = {
     "moments": (5,),  # of g² and v
     "mean_square": (),
     "large": (),  # 1 where the current gradient is large, else 0
-    "memory": (),  # its first moment
+    "memory": (),  # first moment of "large"
     "D": (),  # step size
-    "D_all": (),  # Σ of k over all gradients
-    "D_large": (),  # … over the large ones
-    "D_share": (),  # weight of the large ones
-    "before_all": (),  # the same with the step size before each gradient
+    "D_all": (),  # Σ k over all gradients
+    "D_large": (),  # Σ k over large gradients
+    "D_share": (),  # weight of large gradients
+    "before_all": (),  # as above, with the step size before each gradient
     "before_large": (),
     "before_share": (),
 }
 
 
-def remember(x: Vectors, step: StepFormula, counts: Counts) -> None:
-    """Take [g_t is large] into a first moment like the optimizer's, short of its gain."""
+def update_memory(x: Vectors, step: StepFormula, counts: Counts) -> None:
+    """Add [g_t large] to a first moment like the optimizer's, without its gain."""
     if not step.window:
         x["memory"].mul_(step.decay).add_(x["large"], alpha=step.entry)
         counts["held"] = step.decay * counts["held"] + step.entry
@@ -371,9 +372,9 @@ def remember(x: Vectors, step: StepFormula, counts: Counts) -> None:
 
 
 def add_step_size(x: Vectors, divisor: Tensor, step: StepFormula, counts: Counts) -> None:
-    """Σ_t [g_t large] k(g_t) gains D_i · Σ_t c_{i,t} [g_t large], and so do the other sums."""
+    """Add D_i · Σ_t c_{i,t} [g_t large] to Σ_t [g_t large] k(g_t), and likewise the other sums."""
     D = torch.add(divisor.sqrt(), step.eps, out=x["D"]).reciprocal_().mul_(step.size)
-    D.masked_fill_(divisor == 0, 0.0)  # no gradient yet: ε alone is no scale
+    D.masked_fill_(divisor == 0, 0.0)  # no gradient has reached v yet
     if counts["held"] == 0:
         return
     weight = step.gain * counts["held"] + step.now
@@ -387,7 +388,7 @@ def add_step_size(x: Vectors, divisor: Tensor, step: StepFormula, counts: Counts
 
 
 def ratio(x: Vectors, counts: Counts, kind: str, total: str) -> float:
-    """Mean step size of large over that of small gradients, relative to each element's own mean."""
+    """Return the ratio of mean step sizes, large over small, relative to each element's mean."""
     typical = x["D_all"] / counts["weight"]
     known = (typical > 0) & typical.isfinite()
     all_, large = (x[f"{kind}_{name}"][known] / typical[known] for name in ("all", "large"))
@@ -412,7 +413,7 @@ def longest_window(optimizer: Optimizer) -> int:
 
 
 def with_old_columns(new: Tensor, old: Tensor | None) -> Tensor:
-    """new, with the columns of old in front."""
+    """Return new with its first columns copied from old."""
     if old is not None:
         new[..., : old.shape[-1]] = old
     return new
@@ -428,9 +429,7 @@ def dense(g: Tensor) -> Tensor:
 
 
 def measure_overhead(rounds: int = 20, steps: int = 20) -> None:
-    """Print what the probe adds to a step of a 784-256-256-10 net, batch 64: the median of rounds
-    with and without it in turn.
-    """
+    """Print the probe's overhead for a 784-256-256-10 net with batch 64, the median over rounds."""
     import statistics
     import time
 
@@ -461,7 +460,7 @@ def measure_overhead(rounds: int = 20, steps: int = 20) -> None:
             without = statistics.median(a for a, _ in times)
             added = statistics.median(b - a for a, b in times)
             print(
-                f"{make.__name__}, every={every}: {1e3 * without:.2f} ms a step, the probe adds "
+                f"{make.__name__}, every={every}: {1e3 * without:.2f} ms per step, the probe adds "
                 f"{1e3 * added:.2f} ms ({added / without:.0%})"
             )
 

@@ -1,9 +1,9 @@
-"""The paper's appendix Algorithm, one line per equation: slow, float64, the oracle of the tests.
+"""The algorithm of the paper's appendix, one line per equation: a slow float64 test reference.
 
-Two slips of the printed Algorithm are repaired. W is divided by Σ β1^i (printed: Σ β1^n), and
-θ_{t+1} follows from θ_t and g_t = ∇f_t(θ_t) (printed: θ_t from θ_{t-1}), where v = 0, p = 1 and θ
-are carried unchanged through t <= n. One rule is added: where v_t = 0 nothing moves, because ε
-alone is no scale to divide by.
+Two mistakes of the printed algorithm are fixed. W is divided by Σ β1^i (printed: Σ β1^n), and
+θ_{t+1} is computed from θ_t and g_t = ∇f_t(θ_t) (printed: θ_t from θ_{t-1}), where v = 0, p = 1 and
+θ stay unchanged for t <= n. One condition is added: where v_t = 0 there is no update, because
+dividing by ε alone would give huge steps.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from adashift._spatial import Phi, get_phi
 
 
 class AdaShiftReference:
-    """AdaShift on one block: feed it the gradients, it returns the parameter.
+    """AdaShift on one block: each gradient passed to `step` returns the updated parameter.
 
     >>> rule = AdaShiftReference(torch.zeros(1), lr=0.1, n=1)
     >>> [rule.step(torch.ones(1)).item() for t in (1, 2)]
@@ -50,7 +50,7 @@ class AdaShiftReference:
         return torch.stack(terms).sum(0) / sum(W)
 
     def step(self, g: Tensor) -> Tensor:
-        """Take g_t and return θ_{t+1}."""
+        """Return θ_{t+1} for g_t."""
         self.Q.append(g.detach().double().clone())  # Push(Q, g_t)
         self.S = self.beta1 * self.S + self.Q[-1] if self.beta1 else self.Q[-1]
         self.W = self.beta1 * self.W + 1

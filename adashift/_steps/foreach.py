@@ -1,138 +1,148 @@
-"""The rule over many parameters at once: few launches on a GPU, where a loop would be slow.
+"""The step of many parameters by few operations, for devices without a kernel.
 
-With `fused` a Triton kernel takes each parameter in one pass (adashift/_steps/gpu.py).
+The state of all parameters lies in flat buffers, and each parameter has views of them: an operation
+serves all parameters at once. Whether a running sum must be summed again is known to the device
+alone, and the host must not wait for it, so all slots are summed in every step.
 """
 
-import warnings
-from collections import defaultdict
-from functools import cache
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adashift._base import ParamGroup, ParamState
-from adashift._spatial import phi_of_square
-from adashift._window import WindowPlan, total_weight
-
-Entry = tuple[Tensor, Tensor, ParamState, WindowPlan, int]  # θ, g, its state, its window's move, t
-
-
-@cache
-def triton_steps() -> Any:
-    """The module of the one-pass kernel, or None, with a warning, where there is no Triton."""
-    try:
-        from adashift._steps import gpu
-    except ImportError as error:
-        warnings.warn(
-            f"fused=True needs Triton on this device, but {error}; the default is used instead",
-            stacklevel=2,
-        )
-        return None
-    return gpu
+from adashift._base import ParamGroup, ParamState, real_gradient
+from adashift._steps.single import decoupled_decay, rounded
+from adashift._window import (
+    CORRECTION,
+    WEIGHT,
+    forget_error,
+    is_dense,
+    is_plain,
+    total_weight,
+)
 
 
-def grouped(entries: list[Entry]) -> list[list[Entry]]:
-    """Entries in lists of which every one does the same: device, dtype, t and parts of the move."""
-    lists = defaultdict(list)
-    for entry in entries:
-        p, g, _, move, t = entry
-        lists[p.device, p.dtype, g.dtype, t, len(move.front), len(move.closing)].append(entry)
-    return list(lists.values())
+def supports(p: Tensor, group: ParamGroup) -> bool:
+    """Whether this parameter can be stepped together with others."""
+    wanted = group["foreach"] or (group["foreach"] is None and not p.is_cpu)
+    known = group["phi"] in ("max", "mean", "none") and not (p.is_complex() or group["capturable"])
+    return bool(wanted and known and is_plain(p) and is_dense(p))
 
 
-def step_foreach(entries: list[Entry], group: ParamGroup) -> None:
-    for same in grouped(entries):
-        step_list(same, group)
+class FlatTable:
+    """Parameters of one device, dtype and step count, with their state in flat buffers."""
 
+    def __init__(self, params: list[Tensor], states: list[ParamState], group: ParamGroup) -> None:
+        self.params, self.states = params, states
+        self.elementwise = group["phi"] == "none"
+        self.sizes = [p.numel() for p in params]
+        self.counts = torch.tensor(self.sizes, device=params[0].device)
+        for state in states:
+            forget_error(state)
+            state["step"] = state["step"].cpu()
+        names = [name for name, x in states[0].items() if torch.is_tensor(x) and name != "step"]
+        self.flat = {name: self.gather(name) for name in names}
+        buffer = self.flat["number"].new_zeros(2, sum(self.sizes))
+        (self.g, self.step_buffer) = buffer
+        self.gradients, self.steps = map(list, zip(*self.views(buffer), strict=True))
+        self.weights: dict[float, Tensor] = {}
 
-def step_list(entries: list[Entry], group: ParamGroup) -> None:
-    ps, gs, states, moves, (t, *_) = map(list, zip(*entries, strict=True))
-    (beta1, beta2), n = group["betas"], group["n"]
-    total, name = total_weight(beta1, group["m"] or n), f"phi{t % n}"
-    to_suffix_sums_foreach([move.closing for move in moves], beta1)
-    sizes: list[Any] = []
-    if t > n:
-        vs = [state["v"] for state in states]
-        torch._foreach_mul_(vs, beta2)
-        torch._foreach_add_(vs, [state[name] for state in states], alpha=1 - beta2)
-        sizes = step_sizes(vs, 1 - beta2 ** (t - n), group)
-    one_pass = triton_steps() if group["fused"] else None
-    if one_pass and all(
-        one_pass.triton_supports(p, g, move, group["phi"]) for p, g, _, move, _ in entries
-    ):
-        each = zip(ps, gs, moves, sizes or len(ps) * [None], strict=True)
-        decay = 1 - group["lr"] * group["weight_decay"] * group["decoupled_weight_decay"]
-        new = [
-            one_pass.step_triton(*args, beta1, total, float(decay), group["phi"]) for args in each
-        ]
-    else:
-        terms = add_gradients(gs, moves, beta1, total)
-        if sizes:
-            apply_steps(ps, terms, sizes, group)
-        new = phi_of_squares(gs, group["phi"])
-    for state, phi in zip(states, new, strict=True):
-        state[name] = phi
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Of each parameter its part of a (count, elements) buffer, in the layout of its memory."""
+        lead, start, found = flat.stride(0), flat.storage_offset(), []
+        for p, size in zip(self.params, self.sizes, strict=True):
+            found.append(flat.as_strided((len(flat), *p.shape), (lead, *p.stride()), start))
+            start += size
+        return found
 
+    def gather(self, name: str) -> Tensor:
+        """Bring one part of all states into one buffer, and give the states views of it."""
+        old = [state[name] for state in self.states]
+        if name in ("sum", "slots") or (self.elementwise and name in ("v", "phi")):
+            single = old[0].dim() == self.params[0].dim()
+            flat = old[0].new_zeros(1 if single else len(old[0]), sum(self.sizes))
+            new = [view[0] if single else view for view in self.views(flat)]
+            torch._foreach_copy_(new, old)
+            flat = flat[0] if single else flat
+        else:
+            flat = torch.stack(old, dim=-1)
+            new = list(flat.unbind(-1))
+        for state, x in zip(self.states, new, strict=True):
+            state[name] = x
+        return flat
 
-def to_suffix_sums_foreach(closing: list[list[Tensor]], beta1: float) -> None:
-    """Turn the gradients of full blocks into sums from their end."""
-    slots = list(map(list, zip(*closing, strict=True)))
-    for k in range(len(slots) - 2, -1, -1):
-        torch._foreach_mul_(slots[k], beta1 ** (len(slots) - 1 - k))
-        torch._foreach_add_(slots[k], slots[k + 1])
+    def step(self, group: ParamGroup) -> None:
+        n, (beta1, beta2), alpha = group["n"], map(float, group["betas"]), group["lr"]
+        torch._foreach_add_([state["step"] for state in self.states], 1)
+        t = int(self.states[0]["step"])
+        self.read_gradients(group)
+        new_phi = self.phi_of_square(group["phi"])
+        s, weight = self.window_sum(t, beta1, group["m"] or n)
+        phi, number = self.flat["phi"][t % n], self.flat["number"]
+        if t > n:
+            correction = number[CORRECTION].mul_(beta2).add_(1 - beta2)
+            v = self.flat["v"].mul_(beta2).add_(phi, alpha=1 - beta2)  # sees g_{t-n}, never g_t
+            if self.elementwise:
+                correction, weight = self.spread(correction), self.spread(weight)
+            rate = alpha / (v / correction).sqrt_().add_(group["eps"]).mul_(weight)
+            self.move(s, rate, v == 0, group)
+        phi.copy_(new_phi)
 
+    def read_gradients(self, group: ParamGroup) -> None:
+        torch._foreach_copy_(self.gradients, list(map(real_gradient, self.params)))
+        if group["maximize"]:
+            self.g.neg_()
+        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+            torch._foreach_add_(self.gradients, self.params, alpha=group["weight_decay"])
 
-def phi_of_squares(gs: list[Tensor], phi: Any) -> list[Tensor]:
-    """φ(g²) of each gradient."""
-    if phi not in ("max", "mean") or hasattr(gs[0], "placements"):
-        return [phi_of_square(phi, g) for g in gs]
-    norms = list(torch._foreach_norm(gs, inf if phi == "max" else 2))
-    torch._foreach_mul_(norms, norms)
-    if phi == "mean":
-        torch._foreach_div_(norms, [g.numel() for g in gs])
-    return norms
+    def phi_of_square(self, phi: str) -> Tensor:
+        if phi == "none":
+            return self.g.square()
+        if phi == "max":
+            return torch.stack(torch._foreach_norm(self.gradients, inf)).square_()
+        norms = torch.stack(torch._foreach_norm(self.gradients, 2, dtype=torch.float64))
+        return norms.square_().div_(self.counts).to(self.g.dtype)
 
+    def window_sum(self, t: int, beta1: float, m: float) -> tuple[Tensor, Any]:
+        """Take g_t into the window; return m_t times its weight, and the weight."""
+        if m == 1:
+            return self.g, 1.0
+        if m == inf:
+            weight = self.flat["number"][WEIGHT].mul_(beta1).add_(1)
+            total = self.flat["sum"]
+            return total.copy_(self.g) if beta1 == 0 else total.mul_(beta1).add_(self.g), weight
+        slots = self.flat["slots"]
+        slots[t % int(m)].copy_(self.g)
+        if beta1 == 0:
+            return slots[t % int(m)].to(self.g.dtype), 1.0
+        if beta1 not in self.weights:
+            ages = [[(j - k) % int(m) for k in range(int(m))] for j in range(int(m))]
+            weights = torch.tensor(beta1, dtype=torch.float64) ** torch.tensor(ages)
+            self.weights = {beta1: weights.to(self.g)}
+        weights = self.weights[beta1][t % int(m)]
+        return torch.mv(slots.t().to(self.g.dtype), weights), total_weight(beta1, int(m))
 
-def add_gradients(
-    gs: list[Tensor], moves: list[WindowPlan], beta1: float, total: float
-) -> list[tuple[list[Tensor], float]]:
-    """Take in the gradients; return lists of buffers and coefficients whose sum is m_t."""
-    parts: dict[str, Any] = {f: [getattr(mv, f) for mv in moves] for f in WindowPlan._fields}
-    terms = [(gs, 1.0)]
-    if moves[0].keep is not None:
-        if moves[0].keep is not moves[0].earlier:
-            torch._foreach_copy_(parts["keep"], parts["earlier"])
-        torch._foreach_mul_(parts["keep"], beta1)
-        torch._foreach_add_(parts["keep"], gs)
-        terms = [(parts["keep"], 1.0)]
-    elif moves[0].earlier is not None:
-        terms += [(parts["earlier"], beta1)]
-    if moves[0].slot is not None:
-        torch._foreach_copy_(parts["slot"], gs)
-    for front in zip(*parts["front"], strict=True):
-        terms.append(([buffer for buffer, _ in front], front[0][1]))
-    return [(buffers, weight / total) for buffers, weight in terms]
+    def spread(self, x: Any) -> Any:
+        """A number for each parameter → one for each element."""
+        if not torch.is_tensor(x):
+            return x
+        return torch.repeat_interleave(x, self.counts, output_size=len(self.g))
 
+    def spread_blocks(self, x: Tensor) -> Tensor:
+        return x if self.elementwise else self.spread(x)
 
-def step_sizes(vs: list[Tensor], correction: float, group: ParamGroup) -> list[Tensor]:
-    """α / (√v̂ + ε), and 0 where v is still 0; small tensors, unless φ keeps all elements."""
-    roots = list(torch._foreach_div(vs, correction))
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, group["eps"])
-    return [torch.where(v == 0, 0.0, group["lr"] / r) for v, r in zip(vs, roots, strict=True)]
-
-
-def apply_steps(
-    ps: list[Tensor],
-    terms: list[tuple[list[Tensor], float]],
-    sizes: list[Tensor],
-    group: ParamGroup,
-) -> None:
-    """θ −= size · m_t, in as many passes as m_t has terms."""
-    if group["weight_decay"] and group["decoupled_weight_decay"]:
-        rate = group["lr"] * group["weight_decay"]
-        torch._foreach_mul_(ps, [1 - torch.where(size == 0, size, rate) for size in sizes])
-    for buffers, weight in terms:
-        torch._foreach_addcmul_(ps, buffers, sizes, value=-weight)
+    def move(self, s: Tensor, rate: Tensor, still: Tensor, group: ParamGroup) -> None:
+        """θ −= rate · s, with one rounding, but for blocks that stand still."""
+        still = self.spread_blocks(still)
+        torch.mul(s, self.spread_blocks(rate), out=self.step_buffer)
+        if decay := decoupled_decay(group):
+            torch._foreach_copy_(self.gradients, self.params)
+            self.step_buffer.add_(self.g * (group["lr"] * decay))
+        self.step_buffer.masked_fill_(still, 0.0)  # ε alone is no scale of gradients
+        if self.params[0].dtype == self.g.dtype:
+            torch._foreach_sub_(self.params, self.steps)
+            return
+        torch._foreach_copy_(self.gradients, self.params)
+        self.g.sub_(self.step_buffer).copy_(rounded(self.g, self.params[0].dtype, group))
+        torch._foreach_copy_(self.params, self.gradients)

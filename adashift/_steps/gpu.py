@@ -120,8 +120,17 @@ def job(p: Tensor, state: ParamState, rows: int) -> list[int]:
         if state["step"] > 0:  # else there is nothing to recover, and nothing to wait for
             recover_error(state)
         state["step"] = state["step"].to(p.device, non_blocking=True)
+    state |= {name: compact(state[name]) for name in ("slots", "phi", "number") if name in state}
     names = ("sum", "slots", "v", "phi", "number", "step")
     return [address_of(p), *(address_of(state.get(name)) for name in names), p.numel(), rows]
+
+
+def compact(x: Tensor) -> Tensor:
+    """x with its parts one after the other; foreach may have put them between those of others."""
+    size = x[0].numel()
+    if x.stride(0) == size:
+        return x
+    return x.new_empty(x.numel()).as_strided(x.shape, (size, *x.stride()[1:])).copy_(x)
 
 
 def address_of(x: Tensor | None) -> int:

@@ -79,7 +79,7 @@ def move_block(p: Tensor, moment: Moment, v: Tensor, correction: Tensor, group: 
         p.mul_(decay) if decay != 1 else None
         p.add_(total, alpha=-size)
     else:
-        write(p, p.to(total.dtype).mul_(decay).add_(total, alpha=-size), group)
+        p.copy_(rounded(p.to(total.dtype).mul_(decay).add_(total, alpha=-size), p.dtype, group))
 
 
 def move_tensor(
@@ -90,20 +90,21 @@ def move_tensor(
     step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * group["lr"]
     if decay := decoupled_decay(group):
         step.add_(group["lr"] * decay * p)
-    write(p, p.to(step.dtype) - torch.where(v == 0, 0.0, step), group)
+    new = p.to(step.dtype) - torch.where(v == 0, 0.0, step)
+    p.copy_(rounded(new, p.dtype, group))
 
 
 def decoupled_decay(group: ParamGroup) -> float:
     return float(group["weight_decay"]) if group["decoupled_weight_decay"] else 0.0
 
 
-def write(p: Tensor, new: Tensor, group: ParamGroup) -> None:
-    """Round once, to the nearest or, if asked for, up or down by chance."""
-    if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
-        noise = torch.randint_like(new, 2**16, dtype=torch.int32)
-        rounded = ((new.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
-        new = torch.where(new.isfinite(), rounded, new)
-    p.copy_(new)
+def rounded(x: Tensor, dtype: torch.dtype, group: ParamGroup) -> Tensor:
+    """x, whose last bits are rounded up or down by chance if that is asked for."""
+    if not (group["stochastic_rounding"] and dtype == torch.bfloat16):
+        return x
+    noise = torch.randint_like(x, 2**16, dtype=torch.int32)
+    found = ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
+    return torch.where(x.isfinite(), found, x)
 
 
 # -- no number that the host must know ---------------------------------------------------------
@@ -117,21 +118,20 @@ def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) 
     n, (beta1, beta2), number = group["n"], map(float, group["betas"]), state["number"]
     state["step"] = state["step"].to(p.device)
     t, m = state["step"].add_(1), group["m"] or n
-    if m == 1:
-        total, weight = g, 1.0
-    elif m == inf:
-        total, weight = endless_sum(g, state, beta1)
-    else:
+    moment: Moment = g, 1.0
+    if m == inf:
+        moment = endless_sum(g, state, beta1)
+    elif m > 1:
         forget_error(state)
         put(state["slots"], t % m, g)
-        total, weight = sum_by_age(state["slots"], t, beta1, g.dtype), total_weight(beta1, m)
+        moment = sum_by_age(state["slots"], t, beta1, g.dtype), total_weight(beta1, m)
     phi, moves = state["phi"], t > n
     old = sum(torch.where(t % n == k, phi[k], 0.0) for k in range(n))
     put(phi, t % n, phi_of_square(group["phi"], g))
     new = torch.where(moves, beta2 * number[CORRECTION] + (1 - beta2), 0.0)
     correction = number[CORRECTION].copy_(new)
     v = state["v"].copy_(torch.where(moves, beta2 * state["v"] + (1 - beta2) * old, 0.0))
-    move_tensor(p, (total, weight), v, torch.where(moves, correction, 1.0), group)
+    move_tensor(p, moment, v, torch.where(moves, correction, 1.0), group)
 
 
 def put(ring: Tensor, place: Tensor, x: Tensor) -> None:
@@ -145,6 +145,6 @@ def sum_by_age(slots: Tensor, t: Tensor, beta1: float, dtype: torch.dtype) -> Te
     total: Tensor | float = 0.0
     for k in range(len(slots)):
         weight = torch.full_like(t, beta1, dtype=dtype) ** ((t - k) % len(slots))
-        total = total + torch.where(weight > 0, weight * slots[k], 0.0)
+        total = total + torch.where(weight > 0, weight * slots[k].to(dtype), 0.0)
     assert isinstance(total, Tensor)
     return total

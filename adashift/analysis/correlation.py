@@ -1,7 +1,7 @@
-"""Correlations over time, element by element, in one pass: no gradient is kept for long.
+"""Element-wise correlations over time in one pass, without storing the gradients.
 
-`RunningCorrelation` is Pearson's coefficient of any two streams. `CorrelationStudy` is the paper's
-Appendix C (Tables 1 to 4 and Adam's number) for ten lags at once.
+`RunningCorrelation` is Pearson's coefficient of any two streams. `CorrelationStudy` computes the
+paper's Appendix C (Tables 1 to 4 and Adam's correlation) for ten lags at once.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from torch import Tensor
 from adashift._base import check_count, check_number
 from adashift._moments import copy_into, pearson, welford
 
-# A variance below this share of the mean square is rounding: the element does not vary.
+# A variance below this fraction of the mean square is rounding error: the element is constant.
 MIN_RELATIVE_VARIANCE = 1e-12
-# A block of time × columns that stays in a core's cache; 32 steps a block make the rest cheap.
+# A chunk of steps × columns that fits in a core's cache.
 CHUNK_STEPS, CHUNK_COLUMNS = 32, 4096
 
 
 class RunningCorrelation:
-    """Pearson's correlation of two streams of tensors, for each element, by Welford's updates.
+    """Element-wise Pearson correlation of two streams of tensors, by Welford's algorithm.
 
     Example:
         >>> r = RunningCorrelation((2,))
@@ -41,12 +41,12 @@ class RunningCorrelation:
         self._moments = torch.zeros((5, *shape), dtype=dtype, device=device)
 
     def update(self, x: Tensor, y: Tensor) -> None:
-        """Take in one pair; y, or x, may be a single number."""
+        """Add one pair; x or y may be a scalar."""
         self.count += 1
         welford(self._moments, x.to(self._moments), y.to(self._moments), self.count)
 
     def value(self) -> Tensor:
-        """The correlation of each element so far; NaN where x or y has not varied."""
+        """Return the correlation of each element; NaN where x or y is constant."""
         return pearson(*self._moments[2:])
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,18 +58,18 @@ class RunningCorrelation:
 
 
 class CorrelationSummary(NamedTuple):
-    """One number of Tables 1 to 4: the mean of a correlation over elements, and their spread."""
+    """One entry of Tables 1 to 4: mean and standard deviation of a correlation over elements."""
 
     kind: str  # "temporal", "spatial", "non" (n = 0: Adam) or "max" (n = 0: spatial-only)
     n: int
     beta2: float | None  # of "non" and "max"
     mean: float
     std: float
-    elements: int  # those that vary; the others have no correlation and are left out
+    elements: int  # number of elements that vary; constant ones are skipped
 
 
 class CorrelationStudy:
-    """The correlations of Appendix C over a stretch of gradients g_0 … g_{T−1} of one tensor.
+    """The correlations of Appendix C over T consecutive gradients g_0 … g_{T−1} of one tensor.
 
     For every lag n = 1 … lags, over the pairs of steps (t, t−n) with 0 ≤ t−n and t < T:
 
@@ -78,37 +78,36 @@ class CorrelationStudy:
         non        g_t[i]² and v_t[i],  v_t = β2 v_{t−1} + (1−β2) g_{t−n}² (Table 3)
         max        g_t[i]² and v_t,     v_t = β2 v_{t−1} + (1−β2) max_j g_{t−n}[j]² (Table 4)
 
-    "non" and "max" are there for n = 0 too: v_t with the current gradient, Adam's number and
-    spatial-only's. Tables 3 and 4 are captioned with g_{t−n}² instead of g_t², which v_t contains:
-    that reading is n = 0 but for the last n steps.
+    "non" and "max" also include n = 0, where v_t contains the current gradient: Adam and
+    spatial-only. The captions of Tables 3 and 4 say g_{t−n}² instead of g_t², which v_t contains:
+    that is the case n = 0 except for the last n steps.
 
-    v is 0 before the first gradient and is not corrected for that. Its rise over 1/(1−β2) steps
-    then counts as spread of v and hides the correlation (at β2 = 0.999 and over 8,590 independent
-    gradients Adam's 0.045 becomes 0.005, and Table 3's −0.007 becomes −0.001, so the printed
-    −0.011 is of a v that was running before). Show what came before the stretch to `warm_up`: it
-    moves v and nothing else.
+    v starts at 0 without bias correction. Its rise over 1/(1−β2) steps adds to the variance of v
+    and hides the correlation: at β2 = 0.999 and over 8,590 independent gradients, Adam's 0.045
+    becomes 0.005 and Table 3's −0.007 becomes −0.001, so the printed −0.011 requires a v that had
+    settled. Pass earlier gradients to `warm_up`, which updates v and nothing else.
 
-    v of lag n is Adam's v of n steps ago. With w_t = v_t / (1−β2) = β2 w_{t−1} + g_t², whose
-    correlations are those of v, all lags follow from the longest, and w's own sums from the rest:
+    v of lag n is Adam's v of n steps ago. With w_t = v_t / (1−β2) = β2 w_{t−1} + g_t², which has
+    the same correlations as v, all lags follow from the longest, and the sums of w from the rest:
 
         Σ g_t² w_{t−n} = β2 Σ g_t² w_{t−n−1} + Σ g_t² g_{t−n}²
         (1−β2)  Σ w_t  = Σ g_t² − β2 w_{T−1}
         (1−β2²) Σ w_t² = Σ g_t⁴ + 2 β2 Σ g_t² w_{t−1} − β2² w_{T−1}²
 
-    and with a w_{−1} from before the stretch a term more in each. That leaves two products a lag
-    and element, and two more for each β2. Sums are in float64: the mean of v is some 30 times its
-    spread, which is the difference of two sums.
+    with one more term in each for w_{−1} after a warm-up. This needs two products per lag and
+    element, and two more for each β2. Sums are in float64, because the variance of v is a small
+    difference of large sums: the mean of v is about 30 times its standard deviation.
 
-    Memory for N elements: 32 + 2 lags floats and 3 + 2 lags + (4 + lags) |β2| doubles for each,
-    620 bytes with the defaults; never the stretch.
+    Memory per element: 32 + 2 lags floats and 3 + 2 lags + (4 + lags) |β2| doubles, 620 bytes with
+    the defaults, for any T.
 
     Args:
         shape: the shape of the gradients.
         lags: the largest n.
-        beta2s: every β2 to follow v with.
-        pairs: how many pairs i ≠ j.
-        generator: draws the pairs.
-        dtype: how gradients are kept until their block of steps is full.
+        beta2s: the values of β2.
+        pairs: number of pairs i ≠ j.
+        generator: generator that samples the pairs.
+        dtype: dtype of the gradients in the buffer.
 
     Example:
         >>> random = torch.Generator().manual_seed(0)
@@ -133,7 +132,7 @@ class CorrelationStudy:
         self.shape, self.size = torch.Size(shape), prod(shape)
         self.lags = L = check_count("lags", lags, inf, "the paper has 10")
         self.beta2s = [float(check_number("beta2", b, 0, 1, 0.999)) for b in beta2s]
-        self.count = self._waiting = 0
+        self.count = self._pending = 0
         self._i, self._j = (x.to(device) for x in random_pairs(self.size, pairs, generator))
 
         def zeros(*leading: int, size: int = self.size, as_type: Any = torch.float64) -> Tensor:
@@ -141,7 +140,7 @@ class CorrelationStudy:
 
         B = len(self.beta2s)
         self._buffer = zeros(L + CHUNK_STEPS, as_type=dtype)  # the newest `lags`, then the pending
-        self._head = zeros(L, as_type=dtype)  # the first: each lag leaves some of them out
+        self._head = zeros(L, as_type=dtype)  # the first `lags`, which lag n excludes in part
         self._sums = {
             "g": zeros(),
             "s": zeros(),  # s is g²
@@ -149,21 +148,21 @@ class CorrelationStudy:
             "gg_lag": zeros(L),  # last row: lag 1
             "ss_lag": zeros(L),
             "pair": zeros(L, size=pairs),
-            "w": zeros(B),  # that of `lags` steps ago
+            "w": zeros(B),  # w of `lags` steps ago
             "sw": zeros(B),
             "w_before": zeros(B),  # w_{−1}
-            "max_v": zeros(L + 1, size=B),  # the newest values of max's v, the current one last
-            "sum_max": zeros(L + 1, size=B),  # row n: over the steps with a v of n steps ago
+            "max_v": zeros(L + 1, size=B),  # the newest values of v for "max", the current one last
+            "sum_max": zeros(L + 1, size=B),  # row n: over the steps that have a v of n steps ago
             "sum_max_max": zeros(L + 1, size=B),
             "sum_s_max": zeros(L + 1, B),
         }
 
     def warm_up(self, g: Tensor) -> None:
-        """Let v see a gradient from before the stretch."""
+        """Update v with a gradient that precedes the first `update`."""
         if self.count > 0:
             raise RuntimeError(
-                f"warm_up was called after {self.count} steps; v before the stretch is needed "
-                "when it begins: call it before the first update"
+                f"warm_up was called after {self.count} steps; it sets the initial v: "
+                "call it before the first update"
             )
         self._check(g)
         s = g.detach().reshape(-1).double().square_()
@@ -174,25 +173,25 @@ class CorrelationStudy:
         newest[-1] = beta2 * newest[-1] + (1 - beta2) * s.max()
 
     def update(self, g: Tensor) -> None:
-        """Take in the gradient of the next step; its values are kept, not the tensor."""
+        """Add the gradient of the next step; its values are copied."""
         self._check(g)
-        self._buffer[self.lags + self._waiting].copy_(g.detach().reshape(-1))
+        self._buffer[self.lags + self._pending].copy_(g.detach().reshape(-1))
         if self.count < self.lags:
-            self._head[self.count].copy_(self._buffer[self.lags + self._waiting])
+            self._head[self.count].copy_(self._buffer[self.lags + self._pending])
         self.count += 1
-        self._waiting += 1
-        if self._waiting == CHUNK_STEPS:
+        self._pending += 1
+        if self._pending == CHUNK_STEPS:
             self._accumulate()
 
     def _check(self, g: Tensor) -> None:
         if g.shape != self.shape:
             raise ValueError(
-                f"the gradient has shape {tuple(g.shape)}; this study is of "
-                f"{tuple(self.shape)}: build one CorrelationStudy for each tensor"
+                f"the gradient has shape {tuple(g.shape)}; expected "
+                f"{tuple(self.shape)}: create one CorrelationStudy for each tensor"
             )
 
     def results(self) -> list[CorrelationSummary]:
-        """Every correlation so far, first by kind, then by n, then by β2."""
+        """Return every correlation so far, ordered by kind, n and β2."""
         self._accumulate()
         lags = range(1, self.lags + 1)
         rows = [summarize("temporal", n, None, self._temporal(n)) for n in lags]
@@ -203,12 +202,12 @@ class CorrelationStudy:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Ints and tensors only; a study that loads it goes on to the same bits."""
+        """Return ints and tensors only; a study that loads them continues bit-identically."""
         tensors = {name: x.clone() for name, x in self._tensors().items()}
-        return {"count": self.count, "waiting": self._waiting, "tensors": tensors}
+        return {"count": self.count, "waiting": self._pending, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self._waiting = state["count"], state["waiting"]
+        self.count, self._pending = state["count"], state["waiting"]
         for name, x in self._tensors().items():
             copy_into(x, state["tensors"][name], name)
 
@@ -216,11 +215,11 @@ class CorrelationStudy:
         own = {"buffer": self._buffer, "head": self._head, "i": self._i, "j": self._j}
         return own | self._sums
 
-    # Summing up
+    # Accumulate sums
 
     def _accumulate(self) -> None:
-        """Add the steps that wait to the sums, a few columns at a time so that they stay cached."""
-        L, steps = self.lags, self._waiting
+        """Add the pending steps to the sums, a chunk of columns at a time to stay in cache."""
+        L, steps = self.lags, self._pending
         if steps == 0:
             return
         g = self._buffer[: L + steps]
@@ -235,10 +234,10 @@ class CorrelationStudy:
             sums += torch.tensordot(max_v, s[L:], dims=([0], [0]))
         self._accumulate_pairs(g)
         g[:L].copy_(g[steps:].clone() if steps < L else g[steps:])
-        self._waiting = 0
+        self._pending = 0
 
-    def _absorbed(self) -> int:
-        return self.count - self._waiting
+    def _accumulated(self) -> int:
+        return self.count - self._pending
 
     def _accumulate_products(self, x: Tensor, columns: slice) -> None:
         L, sums = self.lags, self._sums
@@ -257,14 +256,14 @@ class CorrelationStudy:
         sums["ss"][columns] += s[L:].square().sum(0)
         w, sw = sums["w"][:, columns].clone(), sums["sw"][:, columns].clone()
         beta2 = self._beta2_column()
-        begins = max(L, 2 * L - self._absorbed())  # `lags` steps ago is in the stretch from here on
+        begins = max(L, 2 * L - self._accumulated())  # first t for which t − lags ≥ 0
         for t in range(begins, len(s)):
             torch.addcmul(s[t - L], beta2, w, out=w)
             sw.addcmul_(s[t], w)
         sums["w"][:, columns], sums["sw"][:, columns] = w, sw
 
     def _accumulate_max(self, largest: Tensor) -> Tensor:
-        """Run max's v, one number a step, over the block; return v_{t−n} for each t and n."""
+        """Advance v of "max" over the pending steps; return v_{t−n} for each t and n."""
         newest, sums = self._sums["max_v"], self._sums
         beta2 = newest.new_tensor(self.beta2s)
         lagged = newest.new_empty(len(largest), *newest.shape)
@@ -272,7 +271,7 @@ class CorrelationStudy:
             newest[:-1] = newest[1:].clone()
             newest[-1] = beta2 * newest[-1] + (1 - beta2) * x
             lagged[t] = newest.flip(0)
-            lagged[t, self._absorbed() + t + 1 :] = 0  # from before the stretch
+            lagged[t, self._accumulated() + t + 1 :] = 0  # before the first update
         sums["sum_max"] += lagged.sum(0)
         sums["sum_max_max"] += lagged.square().sum(0)
         return lagged
@@ -299,7 +298,7 @@ class CorrelationStudy:
 
     def _non(self) -> list[list[Tensor]]:
         """For n = 0 … lags and each β2."""
-        last, sw = self._down_to_0()
+        last, sw = self._all_lags()
         beta2, s, ss = self._beta2_column(), self._sums["s"], self._sums["ss"]
         before = self._sums["w_before"]
         w_change, ww_change = last[0] - before, last[0].square() - before.square()
@@ -313,14 +312,14 @@ class CorrelationStudy:
             w, ww = w - last[n], ww - last[n].square()
         return table
 
-    def _down_to_0(self) -> tuple[list[Tensor], list[Tensor]]:
-        """w_{T−1−n} and Σ g_t² w_{t−n} for n = 0 … lags; only those of n = lags are kept."""
+    def _all_lags(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return w_{T−1−n} and Σ g_t² w_{t−n} for n = 0 … lags; only n = lags is stored."""
         L, sums, beta2 = self.lags, self._sums, self._beta2_column()
         last, sw = [sums["w"]], [sums["sw"]]
         products = [*sums["ss_lag"][1:], sums["ss"]]
         for n in range(L - 1, -1, -1):
             g, first = self._buffer[L - 1 - n].double(), self._head[n].double()
-            begun = self.count > n  # w_{T−1−n} is from the stretch
+            begun = self.count > n  # w_{T−1−n} includes a gradient
             last.append(beta2 * last[-1] + g.square() if begun else last[-1])
             own = products[L - 1 - n]
             sw.append(beta2 * (sw[-1] + first.square() * sums["w_before"]) + own)
@@ -363,7 +362,7 @@ def power_sum(name: str, g: Tensor) -> Tensor:
 
 
 def largest_square(g: Tensor) -> Tensor:
-    """The largest square of each row."""
+    """Return the largest square of each row."""
     low, high = torch.aminmax(g, dim=1)
     return torch.maximum(-low, high).double().square_()
 
@@ -377,7 +376,7 @@ def summarize(kind: str, n: int, beta2: float | None, values: Tensor) -> Correla
 
 
 def random_pairs(size: int, pairs: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Indices i and j of elements, i ≠ j."""
+    """Return indices i ≠ j of random elements."""
     if size < 2:
         raise ValueError(f"the gradients have {size} elements; a pair i ≠ j needs at least 2")
     i = torch.randint(size, (pairs,), generator=generator)

@@ -2,10 +2,10 @@
 
 Sequential problem (Eq. 6): an epoch has the d gradients C, -1, ..., -1.
 Stochastic problem (Eq. 7): a gradient is C with probability p = (1 + delta) / (C + 1), else -1.
-In both, θ should fall; Adam may raise it, because v_t grows with the gradient it divides.
+In both, θ should decrease; Adam may increase it, because v_t grows with the gradient it divides.
 
-beta1, beta2 and C may be arrays that broadcast; where there is one value for each step i = 1..d of
-an epoch, i is the last axis. Where a formula differs from the printed one, docs/errata.md says why.
+beta1, beta2 and C may be arrays that broadcast. If a result has one value for each step i = 1..d of
+an epoch, i is the last axis. docs/errata.md explains where a formula differs from the printed one.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def net_update_factors(beta1: ArrayLike, beta2: ArrayLike, C: ArrayLike, d: int)
 def epoch_update(
     beta1: ArrayLike, beta2: ArrayLike, C: ArrayLike, d: int, *, large_v: bool = False
 ) -> Array:
-    """S, the sum of m/√v over an epoch in the limit (Eq. 18); S > 0 lets θ fall, as it should.
+    """S, the sum of m/√v over an epoch in the limit (Eq. 18); S > 0 decreases θ, as it should.
 
-    large_v takes Lemma 6's approximation v ≫ 1, which drops the "+ 1" of Lemma 2.
+    large_v uses Lemma 6's approximation v ≫ 1, which drops the "+ 1" of Lemma 2.
 
-    >>> round(float(epoch_update(0.0, 0.5, C=6, d=6)), 4)   # Adam goes the wrong way
+    >>> round(float(epoch_update(0.0, 0.5, C=6, d=6)), 4)   # wrong direction
     -1.4091
     """
     if large_v:
@@ -92,9 +92,9 @@ def critical_c(beta1: ArrayLike, beta2: ArrayLike, d: int, *, large_v: bool = Fa
     5.7276
     """
     if d < 2:
-        raise ValueError(f"d is {d}; with one gradient an epoch S never vanishes: pass d >= 2")
+        raise ValueError(f"d is {d}; with one gradient per epoch S is never 0: pass d >= 2")
     beta1, beta2 = np.broadcast_arrays(_decay("beta1", beta1), _decay("beta2", beta2))
-    # V rises over an epoch and m falls, so S <= 0 as long as the gradients' sum C + 1 - d is.
+    # V increases over an epoch and m decreases, so S <= 0 while the sum of gradients C + 1 - d is.
     gradients_sum_to_zero = np.full(beta1.shape, d - 1.0)
     return _crossing(
         lambda C: epoch_update(beta1, beta2, C, d, large_v=large_v), gradients_sum_to_zero
@@ -102,7 +102,7 @@ def critical_c(beta1: ArrayLike, beta2: ArrayLike, d: int, *, large_v: bool = Fa
 
 
 def critical_c_closed_form(beta1: ArrayLike, beta2: ArrayLike, d: ArrayLike) -> Array:
-    """The critical C of Lemma 6 (v ≫ 1), corrected; d may be any real number from 1 on.
+    """The critical C of Lemma 6 (v ≫ 1), corrected; d may be any real number >= 1.
 
     With s = √beta2 and H(x, y) = (x^d - y^d) / (x - y):  C + 1 = H(1, s) H(1, beta1) / H(s, beta1).
 
@@ -112,38 +112,38 @@ def critical_c_closed_form(beta1: ArrayLike, beta2: ArrayLike, d: ArrayLike) -> 
     beta1, beta2 = _decay("beta1", beta1), _decay("beta2", beta2)
     d = np.asarray(d, dtype=float)
     if not np.all(d >= 1):
-        raise ValueError(f"d is {_worst(d, d >= 1)}; must be at least 1: lengthen the epoch")
+        raise ValueError(f"d is {_first_invalid(d, d >= 1)}; must be at least 1: pass a larger d")
     s = np.sqrt(beta2)
     with np.errstate(divide="ignore", over="ignore"):  # inf: no C is large enough
         return _quotient(1.0, s, d) * _quotient(1.0, beta1, d) / _quotient(s, beta1, d) - 1
 
 
 def smallest_failing_c(beta1: ArrayLike, beta2: ArrayLike) -> NDArray[np.int64]:
-    """The smallest whole C at which Adam fails (S < 0) along d = C, from the exact limits.
+    """The smallest integer C at which Adam fails (S < 0) along d = C, from the exact limits.
 
     >>> int(smallest_failing_c(0.9, 0.999))
     74
     """
     beta1, beta2 = np.broadcast_arrays(_decay("beta1", beta1), _decay("beta2", beta2))
     found = np.zeros(beta1.shape, dtype=np.int64)
-    for C in count(2):  # ends: as C = d grows, S falls like -d for every beta1, beta2 < 1
-        still_right = found == 0
-        if not still_right.any():
+    for C in count(2):  # terminates: as C = d grows, S decreases like -d for all beta1, beta2 < 1
+        undecided = found == 0
+        if not undecided.any():
             break
-        fails = epoch_update(beta1[still_right], beta2[still_right], C, C) < 0
-        found[still_right] = np.where(fails, C, 0)
+        fails = epoch_update(beta1[undecided], beta2[undecided], C, C) < 0
+        found[undecided] = np.where(fails, C, 0)
     return found[()]
 
 
 def diagonal_critical_c(beta1: ArrayLike, beta2: ArrayLike) -> Array:
-    """The real C = d > 1 that the corrected Lemma 6 maps to itself: beyond it Adam fails.
+    """The real C = d > 1 that the corrected Lemma 6 maps to itself: above it Adam fails.
 
     >>> round(float(diagonal_critical_c(0.9, 0.999)), 3)
     73.087
     """
     beta1, beta2 = np.broadcast_arrays(_decay("beta1", beta1), _decay("beta2", beta2))
     C = _crossing(lambda d: critical_c_closed_form(beta1, beta2, d) - d, np.ones(beta1.shape))
-    # Without any memory the closed form leaps from 0 at d = 1 to infinity: it never equals d.
+    # At beta1 = beta2 = 0 the closed form jumps from 0 at d = 1 to infinity: it never equals d.
     return np.where((beta1 == 0) & (beta2 == 0), np.nan, C)[()]
 
 
@@ -162,8 +162,8 @@ class StochasticProblem:
     def __post_init__(self) -> None:
         if not 0 < self.delta < self.C:
             raise ValueError(
-                f"delta is {self.delta}; must lie in (0, C) = (0, {self.C}), or p is no "
-                "probability: choose a smaller delta or a larger C"
+                f"delta is {self.delta}; must lie in (0, C) = (0, {self.C}), or p is not a "
+                "probability: pass a smaller delta or a larger C"
             )
 
     @property
@@ -215,26 +215,26 @@ class StochasticProblem:
     def net_update_factor(self, g: float, beta1: float, beta2: float) -> float:
         """E[k(g_i)] given g_i = g, to second order and with alpha = 1 (Lemma 4, Eq. 41, corrected).
 
-        Good where v_t is narrow around its mean: within 1 % for C = 101 at beta2 = 0.999, but some
-        14 % off at beta2 = 0.99.
+        Accurate if the variance of v_t is small: for C = 101 the error is below 1 % at
+        beta2 = 0.999, but about 14 % at beta2 = 0.99.
         """
         _decay("beta1", beta1)
         _decay("beta2", beta2)
         t = np.arange(_forgotten_after(min(beta1, beta2)) + 1)
         weight = (1 - beta1) * float(beta1) ** t
-        weight[-1] = float(beta1) ** t[-1]  # every later term too: X_t no longer changes with t
+        weight[-1] = float(beta1) ** t[-1]  # and all later terms: X_t no longer changes with t
         mean, variance = self.mean_of_X(g, beta2, t), self.variance_of_X(beta2, t)
         return float(np.sum(weight * (mean**-0.5 + 3 / 8 * mean**-2.5 * variance)))
 
     def drift(self, beta1: float, beta2: float) -> float:
-        """Expected movement of θ a step, over alpha; positive is the wrong way."""
+        """Expected change of θ per step, divided by alpha; positive is the wrong direction."""
         k_C = self.net_update_factor(self.C, beta1, beta2)
         k_minus_1 = self.net_update_factor(-1, beta1, beta2)
         return -(self.p * self.C * k_C - (1 - self.p) * k_minus_1)
 
 
 def _quotient(x: ArrayLike, y: ArrayLike, d: Array) -> Array:
-    """(x^d - y^d) / (x - y), or its limit d x^(d-1) at x = y, without cancellation near it."""
+    """(x^d - y^d) / (x - y), or its limit d x^(d-1) at x = y, without cancellation near x = y."""
     large, small = np.maximum(x, y), np.minimum(x, y)
     with np.errstate(divide="ignore", invalid="ignore"):
         gap = np.where(large > 0, (large - small) / large, 0.0)
@@ -243,7 +243,7 @@ def _quotient(x: ArrayLike, y: ArrayLike, d: Array) -> Array:
 
 
 def _crossing(f: Callable[[Array], Array], low: Array) -> Array:
-    """Where f, not positive at low and of one change of sign, crosses zero; inf if nowhere."""
+    """The zero of f, which is not positive at low and changes sign once; inf if there is none."""
     high = 2 * low
     while np.any(short := (f(high) < 0) & (high < LARGEST_C)):
         low, high = np.where(short, high, low), np.where(short, 2 * high, high)
@@ -255,13 +255,13 @@ def _crossing(f: Callable[[Array], Array], low: Array) -> Array:
 
 
 def _forgotten_after(beta: float) -> int:
-    """Steps after which beta^t is lost beside 1."""
+    """Number of steps after which beta^t is negligible."""
     return 1 if beta == 0 else math.ceil(-60 * math.log(2) / math.log(beta))
 
 
 def _steps(d: int) -> Array:
     if d < 1 or d != int(d):
-        raise ValueError(f"d is {d}; an epoch has a whole number of steps: pass an integer >= 1")
+        raise ValueError(f"d is {d}; the number of steps must be an integer: pass d >= 1")
     return np.arange(1, int(d) + 1, dtype=float)
 
 
@@ -270,7 +270,8 @@ def _decay(name: str, beta: ArrayLike) -> Array:
     allowed = (beta >= 0) & (beta < 1)
     if not np.all(allowed):
         raise ValueError(
-            f"{name} is {_worst(beta, allowed)}; must lie in [0, 1): pass a decay rate such as 0.9"
+            f"{name} is {_first_invalid(beta, allowed)}; must lie in [0, 1): "
+            "pass a decay rate such as 0.9"
         )
     return beta
 
@@ -278,14 +279,14 @@ def _decay(name: str, beta: ArrayLike) -> Array:
 def _gradient(C: ArrayLike) -> Array:
     C = np.asarray(C, dtype=float)
     if not np.all(C > 0):
-        raise ValueError(f"C is {_worst(C, C > 0)}; must be positive: the large gradient points up")
+        raise ValueError(f"C is {_first_invalid(C, C > 0)}; must be positive: pass C > 0")
     return C
 
 
 def _lag(t: ArrayLike) -> Array:
     t = np.asarray(t, dtype=float)
     if not np.all(t >= 0):
-        raise ValueError(f"t is {_worst(t, t >= 0)}; must be at least 0: X_t starts at g_i itself")
+        raise ValueError(f"t is {_first_invalid(t, t >= 0)}; must be at least 0: pass a lag t >= 0")
     return t
 
 
@@ -298,5 +299,5 @@ def _needs_large_v(beta2: ArrayLike, C: ArrayLike) -> None:
         )
 
 
-def _worst(values: Array, allowed: NDArray[np.bool_]) -> float:
+def _first_invalid(values: Array, allowed: NDArray[np.bool_]) -> float:
     return float(values[~allowed].flat[0])

@@ -1,9 +1,9 @@
-"""Trajectories of an optimizer whose gradients are known beforehand, as linear filters over time.
+"""Trajectories of an optimizer for given gradients, computed by linear filters over time.
 
-When g_t does not depend on θ_t, every moving average in Adam and its kin is a linear filter of the
-gradient stream, and the path of θ is a running sum: ten million steps take a fraction of a second
-instead of an hour. Streams may have leading axes (seeds, settings); time is the last axis, and a
-long stream can be fed in pieces because every filter carries its state.
+If g_t does not depend on θ_t, every moving average in Adam and related optimizers is a linear
+filter of the gradients, and θ is a cumulative sum: ten million steps take a fraction of a second
+instead of an hour. Gradients may have leading axes (seeds, settings); time is the last axis. Each
+filter keeps its state, so a long stream can be processed in chunks.
 
 >>> import torch
 >>> adam = torch.optim.Adam([torch.zeros(())], lr=0.1, betas=(0.0, 0.999))
@@ -27,15 +27,15 @@ from adashift.analysis.theory import Array
 from adashift.baselines import AdamNC, SpatialOnly
 from adashift.optimizer import AdaShift
 
-NEGLIGIBLE = 2.0**-54  # 1 minus this is 1
+NEGLIGIBLE = 2.0**-54  # 1 - NEGLIGIBLE == 1
 
 
 class NotLinear(TypeError):
-    """This optimizer, or this setting of it, is not a chain of filters: step it instead."""
+    """The optimizer, or one of its settings, has no linear filter form."""
 
 
 class Moments(NamedTuple):
-    """What an optimizer makes of a piece of the gradient stream; θ moves by −update."""
+    """First and second moments and step sizes for a chunk of gradients; θ changes by −update."""
 
     m: Array
     v: Array
@@ -48,7 +48,7 @@ class Moments(NamedTuple):
 
 @dataclass
 class Filter:
-    """y = b(z)/a(z) · x along the last axis, its state carried from piece to piece."""
+    """y = b(z)/a(z) · x along the last axis; the state is kept between chunks."""
 
     b: list[float]
     a: list[float]
@@ -72,7 +72,7 @@ def moving_average(beta: float, delay: int = 0) -> Filter:
 
 
 def window_average(beta: float, length: int) -> Filter:
-    """The newest `length` values with weights β^i, normalized (Eq. 18 of the paper)."""
+    """The average of the newest `length` values with weights β^i (Eq. 18 of the paper)."""
     weights = np.power(float(beta), np.arange(length))
     return Filter(list(weights / weights.sum()), [1.0])
 
@@ -82,12 +82,12 @@ Normalize = Callable[[Array, Times], Array]
 
 
 def bias_corrected(beta: float, delay: int = 0) -> Normalize:
-    """Divide by 1 − β^(t−delay); before the first value has arrived there is nothing to divide."""
+    """Divide by 1 − β^(t−delay); values at t <= delay are 0 and stay 0."""
 
     memory = np.log(NEGLIGIBLE) / np.log(beta) if 0 < beta < 1 else 0.0
 
     def normalize(average: Array, t: Times) -> Array:
-        early = int(np.searchsorted(t, memory + delay))  # later on the divisor is 1
+        early = int(np.searchsorted(t, memory + delay))  # the divisor is 1 after that
         seen = np.maximum(t[:early] - delay, 1)
         average[..., :early] /= 1 - np.power(float(beta), seen)
         return average
@@ -96,7 +96,7 @@ def bias_corrected(beta: float, delay: int = 0) -> Normalize:
 
 
 def running_maximum(inner: Normalize) -> Normalize:
-    """AMSGrad as torch has it: the maximum of the raw average, corrected afterwards."""
+    """AMSGrad as in torch: the maximum of the raw average, with bias correction afterwards."""
     largest: list[Array] = []
 
     def normalize(average: Array, t: Times) -> Array:
@@ -126,7 +126,7 @@ class Chain:
     t: int = field(default=0, init=False)
 
     def advance(self, g: Array) -> Moments:
-        """Feed the next piece of the stream, shape (…, time)."""
+        """Process the next chunk of gradients, shape (…, time)."""
         t = np.arange(self.t + 1, self.t + g.shape[-1] + 1, dtype=np.float64)
         self.t += g.shape[-1]
         v = self.second_moment(g, t)
@@ -142,16 +142,16 @@ class Chain:
         return self.lr / (np.sqrt(v) + self.eps)
 
     def net_update_factors(self, step_size: Array) -> Array:
-        """k(g_t) of Eq. 8: what g_t moves over the whole future that `step_size` covers.
+        """Return k(g_t) of Eq. 8: the effect of g_t over all later steps in `step_size`.
 
-        For gradients that come when bias correction no longer changes m.
+        Valid for gradients after the bias correction of m has become negligible.
         """
         future = Filter(self.first.b, self.first.a)
         return future(step_size[..., ::-1])[..., ::-1]
 
 
 class PlainChain(Chain):
-    """SGD and Momentum: v is 1 for ever (Section 3.1)."""
+    """SGD with or without momentum: v = 1 (Section 3.1)."""
 
     def __init__(self, lr: float, momentum: float, dampening: float) -> None:
         dampening = dampening if momentum else 0.0  # torch ignores it without momentum
@@ -160,7 +160,7 @@ class PlainChain(Chain):
         self.dampening = dampening
 
     def first_moment(self, g: Array, t: Times) -> Array:
-        if self.first.state is None:  # torch starts the buffer with g_1, undamped
+        if self.first.state is None:  # torch initializes the buffer with g_1, undamped
             self.first.state = self.dampening * g[..., :1]
         return self.first(g)
 
@@ -169,14 +169,14 @@ class PlainChain(Chain):
 
 
 class ShiftedChain(Chain):
-    """AdaShift: nothing moves while v is 0, as it is until the first gradient has been shifted."""
+    """AdaShift: no update while v is 0, as it is during the first n steps."""
 
     def step_sizes(self, v: Array) -> Array:
         return np.divide(self.lr, np.sqrt(v) + self.eps, out=np.zeros_like(v), where=v > 0)
 
 
 class NesterovChain(Chain):
-    """NAdam as torch has it: β1 warms up, and the newest gradient enters m twice."""
+    """NAdam as in torch: β1 warms up, and the newest gradient enters m twice."""
 
     def __init__(
         self, beta1: float, momentum_decay: float, beta2: float, *, lr: float, eps: float
@@ -200,17 +200,17 @@ class NesterovChain(Chain):
         return (1 - mu) / (1 - product) * g + old
 
     def net_update_factors(self, step_size: Array) -> Array:
-        raise NotLinear("NAdam weighs a gradient differently at each step: k is no filter")
+        raise NotLinear("NAdam's weights change at each step: k has no filter form")
 
 
 def group_settings(optimizer: torch.optim.Optimizer, **required: object) -> dict:
-    """The one parameter group's settings, if those that depend on θ are off."""
+    """Return the settings of the only group, if no enabled setting makes the update depend on θ."""
     if len(optimizer.param_groups) != 1:
         raise NotLinear(
-            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups, not 1"
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups, expected 1"
         )
     if optimizer.state:
-        raise NotLinear(f"{type(optimizer).__name__} has taken steps already")
+        raise NotLinear(f"{type(optimizer).__name__} has already taken steps")
     group = optimizer.param_groups[0]
     for name, value in {"weight_decay": 0, "maximize": False, **required}.items():
         if group.get(name, value) != value:
@@ -219,7 +219,7 @@ def group_settings(optimizer: torch.optim.Optimizer, **required: object) -> dict
 
 
 def scalar_settings(optimizer: torch.optim.Optimizer) -> dict:
-    """The same for a rule with a φ: over one number, every φ that has a name is that number."""
+    """The same for an optimizer with φ: for a scalar parameter every named φ is the identity."""
     group = group_settings(optimizer)
     if callable(group["phi"]) or [p.numel() for p in group["params"]] != [1]:
         raise NotLinear(f"{type(optimizer).__name__} with phi={group['phi']!r} over a block")
@@ -227,15 +227,15 @@ def scalar_settings(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def chain_of(optimizer: torch.optim.Optimizer) -> Chain:
-    """The filter chain of an optimizer, with the settings that the optimizer itself has checked."""
-    if type(optimizer) not in chain_by_type.registry:  # a subclass may well have another rule
+    """Return the filter chain of an optimizer with its settings."""
+    if type(optimizer) not in chain_by_type.registry:  # a subclass may have another update
         raise NotLinear(f"{type(optimizer).__name__} has no filter form")
     return chain_by_type(optimizer)
 
 
 @singledispatch
 def chain_by_type(optimizer: torch.optim.Optimizer) -> Chain:
-    raise AssertionError("chain_of asks for registered types alone")
+    raise AssertionError("chain_of passes only registered types")
 
 
 @chain_by_type.register
@@ -310,13 +310,13 @@ def _(optimizer: AdaShift) -> Chain:
 def parameter_path(
     start: Array, updates: Array, bounds: tuple[float, float] | None = None
 ) -> Array:
-    """θ after each update, clipped to `bounds` after every one of them if they are given."""
+    """Return θ after each update; with `bounds`, θ is clipped after every update."""
     if bounds is None:
         return start[..., None] - np.cumsum(updates, axis=-1)
     shift, low, high = -updates, np.full_like(updates, bounds[0]), np.full_like(updates, bounds[1])
     for reach in doublings(updates.shape[-1]):
-        # x → clip(x + shift, low, high) composes to a map of the same form, so a prefix scan
-        # does in log T passes what a loop would do in T.
+        # Maps x → clip(x + shift, low, high) compose to a map of the same form, so a prefix scan
+        # needs log T passes.
         old, new = np.s_[..., :-reach], np.s_[..., reach:]
         low[new], high[new] = (
             np.clip(bound[old] + shift[new], low[new], high[new]) for bound in (low, high)

@@ -53,7 +53,7 @@ def test_adamnc_divides_by_the_root_mean_square_of_all_gradients(beta1):
 
 
 @pytest.mark.parametrize("betas", [(0.0, 0.999), (0.9, 0.99)])
-def test_spatial_only_without_phi_is_adam(betas):
+def test_spatial_only_with_phi_none_is_adam(betas):
     gradients, p, q = stream(40), parameter(), parameter()
     ours = SpatialOnly([p], lr=0.1, betas=betas, eps=1e-2, phi="none")
     adam = torch.optim.Adam([q], lr=0.1, betas=betas, eps=1e-2)
@@ -73,7 +73,7 @@ def test_spatial_only_uses_phi_of_the_current_gradient(phi, reduce):
         close(feed(opt, p, g), theta)
 
 
-def test_spatial_only_keeps_one_number_per_block():
+def test_spatial_only_stores_one_scalar_per_block():
     p = parameter()
     opt = SpatialOnly([p])
     feed(opt, p, torch.ones_like(p))
@@ -88,7 +88,7 @@ def test_first_step_is_lr_times_sign_for_equal_sizes(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_zero_gradients_do_not_move(rule):
+def test_zero_gradients_change_nothing(rule):
     p = parameter()
     opt = rule([p])
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_zero_gradients_do_not_move(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_late_parameter_starts_its_own_clock(rule):
+def test_late_parameter_has_its_own_step_count(rule):
     gradients, p, late, alone = stream(20), parameter(), parameter(), parameter()
     both, one = rule([p, late]), rule([alone])
     for t, g in enumerate(gradients):
@@ -110,7 +110,7 @@ def test_a_late_parameter_starts_its_own_clock(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("t", [0, 1, 5])
-def test_resumes_bit_exactly_and_copies_alike(rule, t, tmp_path):
+def test_checkpoints_and_copies_continue_bit_identically(rule, t, tmp_path):
     gradients, p = stream(10), parameter()
     opt = rule([p], lr=0.1)
     for g in gradients[:t]:
@@ -141,19 +141,19 @@ def test_resumes_bit_exactly_and_copies_alike(rule, t, tmp_path):
         (SpatialOnly, dict(phi="sum"), r"phi is 'sum'"),
     ],
 )
-def test_bad_options_are_refused(rule, options, message):
+def test_invalid_options_raise(rule, options, message):
     with pytest.raises(ValueError, match=message):
         rule([parameter()], **options)
 
 
 @pytest.mark.parametrize(("rule", "name"), [(AdamNC, "betas"), (AdamNC, "phi"), (SpatialOnly, "n")])
-def test_unknown_arguments_are_refused(rule, name):
+def test_unknown_arguments_raise(rule, name):
     with pytest.raises(TypeError, match=name):
         rule([parameter()], **{name: 1})
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_sparse_gradients_are_refused(rule):
+def test_sparse_gradients_raise(rule):
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=f"{rule.__name__} needs dense gradients"):

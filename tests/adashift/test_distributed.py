@@ -1,4 +1,4 @@
-"""Two gloo processes on this machine do what one does; distributed checkpoints lose nothing."""
+"""Two gloo processes give the result of one, and distributed checkpoints are complete."""
 
 import copy
 import time
@@ -20,11 +20,14 @@ PHIS = ["max", "mean", "none"]
 SHARDED_PHIS = ["max", "mean", "none"]
 WORLD, STEPS, SAVED, LIMIT = 2, 12, 5, 60
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo"),
+]
 
 
 def build(phi="max", shard=None, **options):
-    """A net (its last bias has one element: none is left for the second process)."""
+    """A net whose last bias has one element, so that the second process has an empty shard."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
     net = torch.nn.Sequential(*layers).double()
@@ -34,7 +37,7 @@ def build(phi="max", shard=None, **options):
 
 
 def train(net, opt, steps, rank=None):
-    """Train on the whole batches, or on one process's share of them."""
+    """Train on whole batches, or on the part of one process."""
     for t in steps:
         generator = torch.Generator().manual_seed(t)
         x, y = (torch.randn(8, k, generator=generator, dtype=torch.float64) for k in (6, 1))
@@ -88,7 +91,7 @@ def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",  # no port that another test could take
+        init_method=f"file://{folder / 'store'}",  # a port could be in use by another test
         rank=rank,
         world_size=WORLD,
         timeout=timedelta(seconds=LIMIT),
@@ -101,13 +104,13 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each process has at the end of each job."""
+    """The parameters of each process after each job."""
     folder = tmp_path_factory.mktemp("gloo")
     context = mp.spawn(work, args=(folder,), nprocs=WORLD, join=False)
     end = time.monotonic() + LIMIT
     try:
         while not context.join(timeout=1):
-            assert time.monotonic() < end, f"the processes were not done after {LIMIT} s"
+            assert time.monotonic() < end, f"the processes did not finish within {LIMIT} s"
     finally:
         for process in context.processes:
             process.kill()
@@ -129,13 +132,13 @@ def test_ddp_equals_one_process(trained, phi):
 
 @pytest.mark.parametrize("phi", SHARDED_PHIS)
 def test_fsdp_equals_one_process(trained, phi):
-    """The block is the whole parameter, not the share of it that a process holds."""
+    """φ reduces over the whole parameter, not over the local shard."""
     for results in trained:
         torch.testing.assert_close(results[f"fsdp-{phi}"], alone(phi), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("phi", SHARDED_PHIS)
-def test_sharded_checkpoint_goes_on_bit_exactly(trained, phi):
+def test_sharded_checkpoint_resumes_bit_identically(trained, phi):
     for results in trained:
         one, other = results[f"fsdp_resumed-{phi}"], results[f"fsdp-{phi}"]
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -146,7 +149,7 @@ OPTIONS = [dict(n=1), dict(n=3), dict(n=3, m=1), dict(n=4, m=2), dict(n=3, phi="
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_distributed_state_dict_goes_on_bit_exactly(options, steps):
+def test_distributed_state_dict_resumes_bit_identically(options, steps):
     net, opt = build(**options)
     train(net, opt, range(steps))
     saved = copy.deepcopy(states(net, opt))
@@ -158,8 +161,8 @@ def test_distributed_state_dict_goes_on_bit_exactly(options, steps):
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_checkpoint_on_disk_goes_on_bit_exactly(options, flat, tmp_path):
-    """Loading fills the keys that a fresh optimizer has after one step: all must be there."""
+def test_checkpoint_on_disk_resumes_bit_identically(options, flat, tmp_path):
+    """DCP loads only keys that a new optimizer has after one step, so all must exist."""
     for steps in (1, 2, 3, 4, 8):
         net, opt = build(**options)
         train(net, opt, range(steps))

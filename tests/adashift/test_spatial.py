@@ -25,13 +25,13 @@ def test_named_functions(phi, expected):
     assert torch.equal(get_phi(phi)(X), expected)
 
 
-def test_a_function_is_its_own_phi():
+def test_function_is_returned_unchanged():
     assert get_phi(rows) is rows
 
 
 @pytest.mark.parametrize("phi", ["maximum", "", None, 3])
-def test_unknown_names_are_refused_with_the_choice(phi):
-    with pytest.raises(ValueError, match="max, mean, none or a function") as error:
+def test_unknown_names_raise_and_list_the_choices(phi):
+    with pytest.raises(ValueError, match="max, mean, row, none or a function") as error:
         get_phi(phi)
     assert repr(phi) in str(error.value)
 
@@ -52,6 +52,6 @@ def test_zero_v_has_the_shape_of_phi(phi, shape):
         lambda x: 1.0,
     ],
 )
-def test_a_result_that_does_not_fit_is_refused(phi):
+def test_result_that_does_not_broadcast_raises(phi):
     with pytest.raises(ValueError, match=r"shape \(2, 2\).*broadcast.*keepdim=True"):
         zero_v(phi, X)

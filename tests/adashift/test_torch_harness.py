@@ -1,7 +1,7 @@
-"""What torch asks of its own optimizers, asked of AdaShift.
+"""torch's generic optimizer tests, applied to AdaShift.
 
-The inputs are torch's OptimizerInfo; the bodies follow torch's list of generic checks. The shift is
-at most 3, since these checks make few steps and nothing moves during the first n.
+The inputs are torch's OptimizerInfo; the tests follow torch's own. n is at most 3, because these
+tests take few steps and the first n steps update nothing.
 """
 
 import copy
@@ -67,7 +67,7 @@ every_n = pytest.mark.parametrize("n", [1, 2, 3])
 
 
 def problem(contiguous=True, dtype=torch.float64):
-    """Two parameters and a loss that is 0 at its lowest."""
+    """Return two parameters and a loss with minimum 0."""
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape):
@@ -85,7 +85,7 @@ def problem(contiguous=True, dtype=torch.float64):
     return params, loss
 
 
-def run(opt, loss, steps):
+def train(opt, loss, steps):
     def closure():
         opt.zero_grad()
         value = loss()
@@ -96,7 +96,7 @@ def run(opt, loss, steps):
 
 
 def same(one, other):
-    """Whether two nests of dicts, lists, tensors and plain values are equal, types included."""
+    """Assert that nested dicts, lists, tensors and plain values are equal, including types."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype and torch.equal(one, other)
@@ -116,28 +116,28 @@ def same(one, other):
 
 @every_input
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_goes_in_the_right_direction(options, contiguous):
+def test_loss_changes_in_the_right_direction(options, contiguous):
     params, loss = problem(contiguous)
-    values = run(AdaShift(params, **options), loss, 20)
+    values = train(AdaShift(params, **options), loss, 20)
     n = options["n"]
     assert values[: n + 1] == [values[0]] * (n + 1)
     sign = 1 if options.get("maximize") else -1
     assert sign * values[-1] > sign * values[0]
     twins, twin_loss = problem(not contiguous)
-    run(AdaShift(twins, **options), twin_loss, 20)
+    train(AdaShift(twins, **options), twin_loss, 20)
     torch.testing.assert_close(params, twins)
 
 
 @every_n
 @pytest.mark.parametrize("schedulers", INFO.scheduler_inputs, ids=len)
-def test_goes_in_the_right_direction_with_schedulers(n, schedulers):
+def test_loss_decreases_with_schedulers(n, schedulers):
     params, loss = problem()
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05}]
     opt = AdaShift(groups, n=n)
     made = [build(opt) for build in schedulers]
     values = []
     for _ in range(25):
-        values += run(opt, loss, 1)
+        values += train(opt, loss, 1)
         for scheduler in made:
             plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
             scheduler.step(values[-1]) if plateau else scheduler.step()
@@ -147,19 +147,19 @@ def test_goes_in_the_right_direction_with_schedulers(n, schedulers):
 
 
 @every_input
-def test_tensor_lr_goes_the_way_of_a_float_lr(options):
+def test_tensor_lr_matches_float_lr(options):
     options = {"lr": 0.01, **options}
-    ways = []
+    results = []
     for lr in (options["lr"], torch.tensor(options["lr"], dtype=torch.float64)):
         params, loss = problem()
         opt = AdaShift(params, **options | {"lr": lr})
         schedule = lr_scheduler.ExponentialLR(opt, 0.9)
         for _ in range(8):
-            run(opt, loss, 1)
+            train(opt, loss, 1)
             schedule.step()
         assert type(opt.param_groups[0]["lr"]) is type(lr)
-        ways.append(params)
-    torch.testing.assert_close(*ways)
+        results.append(params)
+    torch.testing.assert_close(*results)
 
 
 @every_n
@@ -167,7 +167,7 @@ def test_param_groups_have_their_own_lr_and_decay(n):
     params, loss = problem()
     start = copy.deepcopy(params)
     opt = AdaShift([{"params": params[:1]}, {"params": params[1:], "lr": 0.0}], lr=0.01, n=n)
-    run(opt, loss, n + 2)
+    train(opt, loss, n + 2)
     assert not torch.equal(params[0], start[0]) and torch.equal(params[1], start[1])
     twins, _ = problem()
     groups = [{"params": twins[:1]}, {"params": twins[1:], "weight_decay": 0.5}]
@@ -175,7 +175,7 @@ def test_param_groups_have_their_own_lr_and_decay(n):
     for p, twin in zip(params, twins, strict=True):
         p.data.copy_(twin.data)
     plain = AdaShift(params, lr=0.01, n=n)
-    for _ in range(n + 1):  # one step that moves, with gradients of 1
+    for _ in range(n + 1):  # one update, with gradients of 1
         for p in params + twins:
             p.grad = torch.ones_like(p)
         plain.step()
@@ -184,7 +184,7 @@ def test_param_groups_have_their_own_lr_and_decay(n):
     torch.testing.assert_close(twins[1], params[1] - 0.01 * 0.5 * start[1])
 
 
-# --- steps that must do nothing
+# --- steps that change nothing
 
 
 @every_input
@@ -194,17 +194,17 @@ def test_step_without_gradients_is_a_no_op(options):
     opt.step()
     assert not opt.state
     same(params, problem()[0])
-    run(opt, loss, 5)
+    train(opt, loss, 5)
     before = copy.deepcopy((params, opt.state_dict()))
     opt.zero_grad()
     opt.step()
     same((params, opt.state_dict()), before)
-    run(opt, loss, 1)
+    train(opt, loss, 1)
     assert not torch.equal(params[0], before[0][0])
 
 
 @every_input
-def test_zero_gradients_do_nothing_also_past_n(options):
+def test_zero_gradients_change_nothing_even_after_step_n(options):
     if options.get("decoupled_weight_decay") is False:
         options = options | {"weight_decay": 0.0}  # λθ is part of the gradient
     params, _ = problem()
@@ -217,7 +217,7 @@ def test_zero_gradients_do_nothing_also_past_n(options):
     assert opt.state[params[0]]["step"] == options["n"] + 5
 
 
-# --- text, state, copies
+# --- repr, state, copies
 
 
 @every_input
@@ -228,10 +228,10 @@ def test_is_printable_with_every_option(options):
 
 
 @every_input
-def test_state_dict_is_deterministic_and_loading_leaves_it_alone(options):
+def test_state_dict_is_deterministic_and_not_modified_by_loading(options):
     params, loss = problem()
     opt = AdaShift(params, **options)
-    run(opt, loss, 5)
+    train(opt, loss, 5)
     saved = opt.state_dict()
     before = copy.deepcopy(saved)
     twins, twin_loss = problem()
@@ -240,7 +240,7 @@ def test_state_dict_is_deterministic_and_loading_leaves_it_alone(options):
     other = AdaShift(twins)
     other.load_state_dict(saved)
     same(saved, before)
-    assert run(other, twin_loss, 5) == run(opt, loss, 5)
+    assert train(other, twin_loss, 5) == train(opt, loss, 5)
     same(other.state_dict(), opt.state_dict())
     assert before["state"][0]["step"] == 5 and other.state[twins[0]]["step"] == 10
 
@@ -249,7 +249,7 @@ def test_state_dict_is_deterministic_and_loading_leaves_it_alone(options):
 def test_state_dict_survives_a_file_read_with_weights_only(options):
     params, loss = problem()
     opt = AdaShift(params, **options)
-    run(opt, loss, 5)
+    train(opt, loss, 5)
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
@@ -259,12 +259,12 @@ def test_state_dict_survives_a_file_read_with_weights_only(options):
 
 
 @every_input
-def test_state_dict_from_before_an_option_existed_loads(options):
+def test_state_dict_without_newer_options_loads(options):
     if set(options) & set(INFO.not_og_supported_flags):
         options = {"n": options["n"]}
     params, loss = problem()
     opt = AdaShift(params, **options)
-    run(opt, loss, 3)
+    train(opt, loss, 3)
     old = copy.deepcopy(opt.state_dict())
     for flag in INFO.not_og_supported_flags:
         del old["param_groups"][0][flag]
@@ -273,14 +273,14 @@ def test_state_dict_from_before_an_option_existed_loads(options):
         twin.data.copy_(p.data)
     other = AdaShift(twins, **options)
     other.load_state_dict(old)
-    assert run(other, twin_loss, 5) == run(opt, loss, 5)
+    assert train(other, twin_loss, 5) == train(opt, loss, 5)
 
 
 @every_input
 def test_deepcopy_keeps_all_public_attributes(options):
     params, loss = problem()
     opt = AdaShift(params, **options)
-    run(opt, loss, 5)
+    train(opt, loss, 5)
     twin = copy.deepcopy(opt)
     public = {key for key in vars(opt) if not key.startswith("_")}
     assert public >= {"defaults", "state", "param_groups"}
@@ -293,7 +293,7 @@ def test_deepcopy_keeps_all_public_attributes(options):
 def test_state_is_not_empty(options):
     params, loss = problem()
     opt = AdaShift(params, **options)
-    run(opt, loss, 1)
+    train(opt, loss, 1)
     assert set(opt.state) == set(params) and all(opt.state.values())
 
 
@@ -318,10 +318,10 @@ def test_load_state_dict_hooks_are_called_in_order_and_once():
     assert calls == ["first", "pre", "post"]
 
 
-def test_what_a_load_pre_hook_returns_is_loaded():
+def test_load_state_dict_uses_the_result_of_a_pre_hook():
     params, loss = problem()
     opt = AdaShift(params, n=2)
-    run(opt, loss, 4)
+    train(opt, loss, 4)
     changed = copy.deepcopy(opt.state_dict())
     changed["param_groups"][0]["lr"] = 0.5
     changed["state"][0]["v"].fill_(7.0)
@@ -333,10 +333,10 @@ def test_what_a_load_pre_hook_returns_is_loaded():
     assert opt.state[params[0]]["v"] == 7
 
 
-def test_what_a_load_post_hook_does_to_the_state_stays():
+def test_load_state_dict_keeps_changes_by_a_post_hook():
     params, loss = problem()
     opt = AdaShift(params, n=2)
-    run(opt, loss, 4)
+    train(opt, loss, 4)
 
     def change(optimizer):
         optimizer.state[params[0]]["v"] = torch.tensor(7.0)
@@ -346,7 +346,7 @@ def test_what_a_load_post_hook_does_to_the_state_stays():
     assert opt.state[params[0]]["v"] == 7
 
 
-def test_step_hooks_of_one_and_of_all_optimizers():
+def test_local_and_global_step_hooks_are_called_in_order():
     params, loss = problem()
     opt, calls = AdaShift(params, n=1), []
     handles = [
@@ -365,7 +365,7 @@ def test_step_hooks_of_one_and_of_all_optimizers():
     assert calls == ["global pre", "pre", "post", "global post"]
 
 
-def test_a_step_pre_hook_may_change_the_gradient():
+def test_step_pre_hook_may_modify_the_gradient():
     params, loss = problem()
     opt = AdaShift(params, n=1)
     opt.register_step_pre_hook(lambda o, *_: torch.nn.utils.clip_grad_value_(params, 0.0))
@@ -392,8 +392,8 @@ def test_complex_parameters_match_pairs_of_real_ones(options):
 
     one, other = AdaShift([whole], **options), AdaShift([pairs], **options)
     for _ in range(8):
-        a = run(one, lambda: loss(whole), 1)
-        b = run(other, lambda: loss(torch.view_as_complex(pairs)), 1)
+        a = train(one, lambda: loss(whole), 1)
+        b = train(other, lambda: loss(torch.view_as_complex(pairs)), 1)
         assert a == pytest.approx(b)
         torch.testing.assert_close(torch.view_as_real(whole.detach()), pairs.detach())
     assert not torch.equal(whole, values)
@@ -405,21 +405,21 @@ def net():
 
 
 @every_n
-def test_named_parameters_train_alike_and_keep_their_names(n):
+def test_named_parameters_train_equally_and_keep_their_names(n):
     named, unnamed, x = net(), net(), torch.ones(5, 4)
     one, other = AdaShift(named.named_parameters(), n=n), AdaShift(unnamed.parameters(), n=n)
     for model, opt in ((named, one), (unnamed, other)):
-        run(opt, lambda model=model: model(x).pow(2).sum(), 5)
+        train(opt, lambda model=model: model(x).pow(2).sum(), 5)
     same(list(named.parameters()), list(unnamed.parameters()))
     names = [name for name, _ in net().named_parameters()]
     saved = one.state_dict()
     assert saved["param_groups"][0]["param_names"] == names
-    other.load_state_dict(saved)  # with names into without, and the other way
+    other.load_state_dict(saved)  # named into unnamed, and vice versa
     one.load_state_dict(AdaShift(unnamed.parameters(), n=n).state_dict())
     assert one.param_groups[0]["param_names"] == names and not one.state
 
 
-# --- the loop around it
+# --- schedulers and gradient accumulation
 
 ARGUMENTS = {
     "LambdaLR": (lambda t: 0.9**t,),
@@ -441,7 +441,7 @@ def scheduler(name, opt):
 
 @every_n
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
-def test_follows_every_scheduler(name, n):
+def test_works_with_every_scheduler(name, n):
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     opt, oracle = AdaShift([p], lr=0.1, n=n), AdaShiftReference(p, lr=0.1, n=n)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
@@ -465,7 +465,7 @@ def test_follows_every_scheduler(name, n):
 
 @every_input
 def test_gradient_accumulation_equals_one_big_batch(options):
-    ways = []
+    results = []
     for parts in (1, 4):
         model = net().double()
         opt = AdaShift(model.parameters(), **options)
@@ -476,6 +476,6 @@ def test_gradient_accumulation_equals_one_big_batch(options):
             for part in batch.chunk(parts):
                 (model(part).pow(2).mean() / parts).backward()
             opt.step()
-        ways.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(*ways, rtol=1e-9, atol=1e-11)
-    assert not torch.equal(ways[0][0], net()[0].weight.double())
+        results.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+    assert not torch.equal(results[0][0], net()[0].weight.double())

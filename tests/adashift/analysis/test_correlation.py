@@ -28,16 +28,16 @@ def normal(steps, *shape):
 
 
 def columnwise(x, y):
-    """numpy's correlation of each column of x with that of y, or with y itself."""
+    """Return numpy's correlation of each column of x with the same column of y, or with y."""
     y = np.broadcast_to(y.reshape(len(y), -1), x.shape)
     return np.array([np.corrcoef(a, b)[0, 1] for a, b in zip(x.T, y.T, strict=True)])
 
 
-# One pair of streams
+# --- RunningCorrelation
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_running_correlation_is_numpys(offset):
+def test_running_correlation_equals_numpy(offset):
     x, noise = normal(500, 7).double() + offset, torch.randn(500, 7, generator=seeded(1))
     y = 0.3 * x + noise
     running = RunningCorrelation((7,))
@@ -47,21 +47,21 @@ def test_running_correlation_is_numpys(offset):
     np.testing.assert_allclose(running.value(), columnwise(x.numpy(), y.numpy()), atol=1e-9)
 
 
-def test_what_does_not_vary_has_no_correlation():
+def test_constant_elements_have_no_correlation():
     running = RunningCorrelation((2,))
     for t in range(5):
         running.update(torch.tensor([t, 0.1]), torch.tensor([t**2, t]))
     assert running.value().isnan().tolist() == [False, True]
 
 
-def test_y_may_be_one_number():
+def test_y_may_be_a_scalar():
     running = RunningCorrelation((2,))
     for t in range(4):
         running.update(torch.tensor([t, -t]), torch.tensor(3.0 * t))
     assert running.value().tolist() == pytest.approx([1, -1])
 
 
-def test_running_correlation_goes_on_from_a_checkpoint_to_the_bit():
+def test_running_correlation_resumes_bit_identically():
     x, y = normal(40, 3), normal(40, 3).flip(0)
     whole, first, second = (RunningCorrelation((3,)) for _ in range(3))
     for a, b in zip(x, y, strict=True):
@@ -75,26 +75,27 @@ def test_running_correlation_goes_on_from_a_checkpoint_to_the_bit():
     assert torch.equal(second.value(), whole.value())
 
 
-def test_a_checkpoint_of_another_shape_is_refused():
+def test_checkpoint_of_another_shape_raises():
     with pytest.raises(ValueError, match=r"\(5, 3\) in the checkpoint and \(5, 4\) here"):
         RunningCorrelation((4,)).load_state_dict(RunningCorrelation((3,)).state_dict())
 
 
-def test_pearson_of_nothing_is_nan():
+def test_pearson_of_zero_variance_is_nan():
     assert pearson(*torch.zeros(3, 2)).isnan().all()
 
 
-# The study
+# --- CorrelationStudy
 
 
 def stored(g, before, study):
-    """Every correlation of the study by numpy from stored gradients: (kind, n, β2) → elements."""
+    """Return every correlation by numpy: (kind, n, β2) → elements."""
     g, squares = g.flatten(1).double().numpy(), torch.cat([before, g]).flatten(1).double().numpy()
     squares, steps, table = squares**2, len(g), {}
+    pairs = study.state_dict()["tensors"]
     for n in range(1, study.lags + 1):
         late, early = g[n:], g[: steps - n]
         table["temporal", n, None] = columnwise(late, early)
-        table["spatial", n, None] = columnwise(late[:, study._i], early[:, study._j])
+        table["spatial", n, None] = columnwise(late[:, pairs["i"]], early[:, pairs["j"]])
     for beta2 in study.beta2s:
         v = averaged(squares, beta2)[len(before) :]
         max_v = averaged(squares.max(1), beta2)[len(before) :]
@@ -130,7 +131,7 @@ def heavy_tailed(steps):
     ],
     ids=["short", "31", "32", "65", "offset", "heavy"],
 )
-def test_the_study_is_numpy_on_stored_gradients(gradients, warm):
+def test_study_equals_numpy_on_stored_gradients(gradients, warm):
     study = CorrelationStudy(SHAPE, LAGS, (0.0, 0.5, 0.9, 0.999), pairs=6, generator=seeded())
     before = 3 * gradients[:warm].flip(0)
     for g in before:
@@ -147,7 +148,7 @@ def test_the_study_is_numpy_on_stored_gradients(gradients, warm):
         assert r.elements == len(values)
 
 
-def test_looking_in_between_changes_nothing():
+def test_calling_results_early_changes_nothing():
     gradients = normal(100, *SHAPE)
     studies = [CorrelationStudy(SHAPE, LAGS, pairs=6, generator=seeded()) for _ in range(2)]
     for g in gradients:
@@ -159,10 +160,10 @@ def test_looking_in_between_changes_nothing():
 
 
 @pytest.mark.parametrize("saved_after", [1, LAGS, CHUNK_STEPS - 1, CHUNK_STEPS, 70])
-def test_the_study_goes_on_from_a_checkpoint_to_the_bit(saved_after):
+def test_study_resumes_bit_identically(saved_after):
     gradients = normal(150, *SHAPE)
     whole, first = (CorrelationStudy(SHAPE, LAGS, generator=seeded()) for _ in range(2))
-    second = CorrelationStudy(SHAPE, LAGS, generator=seeded(5))  # the pairs come with the state
+    second = CorrelationStudy(SHAPE, LAGS, generator=seeded(5))  # the pairs are part of the state
     for study in (whole, first):
         study.warm_up(gradients[0])
     for g in gradients:
@@ -178,7 +179,7 @@ def test_the_study_goes_on_from_a_checkpoint_to_the_bit(saved_after):
     assert second.results() == whole.results()
 
 
-def test_too_short_a_stretch_and_elements_that_do_not_vary_have_no_correlation():
+def test_too_few_steps_and_constant_elements_have_no_correlation():
     study = CorrelationStudy((4,), lags=2, generator=seeded())
     assert all(np.isnan(r.mean) and r.elements == 0 for r in study.results())
     for g in normal(50, 4):
@@ -189,7 +190,7 @@ def test_too_short_a_stretch_and_elements_that_do_not_vary_have_no_correlation()
 
 @pytest.fixture(scope="module")
 def independent():
-    """Rows of 8,590 independent normal gradients, as many as the paper's; v has settled before."""
+    """Correlations of 8,590 independent gradients, as many as in the paper, after warm-up."""
     random = seeded()
     study = CorrelationStudy((128,), lags=10, generator=random)
     for _ in range(8000):
@@ -200,13 +201,13 @@ def independent():
 
 
 @pytest.mark.parametrize(("beta2", "value"), [(0.9, 0.43589), (0.999, 0.04471)])
-def test_adams_number_is_a_matter_of_beta2(independent, beta2, value):
+def test_correlation_of_adam_depends_on_beta2(independent, beta2, value):
     assert independent["non", 0, beta2].mean == pytest.approx(value, abs=0.004)
 
 
 @pytest.mark.parametrize("n", [1, 10])
-def test_E13_the_captions_reading_is_positive_and_the_tables_is_not(independent, n):
-    # g_{t-n}² is the newest in v_t, as g_t² is in Adam's: the same numbers but for n steps
+def test_correlation_is_positive_as_captioned_and_negative_as_computed(independent, n):
+    # v_t contains g_{t-n}² as Adam's v_t contains g_t²: equal except for n steps (erratum E13)
     assert independent["non", 0, 0.999].mean > 0.04
     assert -0.012 < independent["non", n, 0.999].mean < -0.003
     assert abs(independent["non", n, 0.9].mean) < 0.004
@@ -216,7 +217,7 @@ def test_E13_the_captions_reading_is_positive_and_the_tables_is_not(independent,
         assert independent[kind, n, None].std == pytest.approx(8590**-0.5, rel=0.2)
 
 
-def test_a_v_that_starts_at_0_hides_the_correlation():
+def test_v_that_starts_at_0_hides_the_correlation():
     random = seeded()
     study = CorrelationStudy((128,), lags=1, beta2s=[0.999], generator=random)
     for _ in range(8590):
@@ -226,7 +227,7 @@ def test_a_v_that_starts_at_0_hides_the_correlation():
     assert means[1] == pytest.approx(-0.0012, abs=0.003)
 
 
-def test_bad_input_is_refused_with_its_cure():
+def test_invalid_input_raises_with_a_fix():
     with pytest.raises(ValueError, match="lags is 0"):
         CorrelationStudy((4,), lags=0)
     with pytest.raises(ValueError, match=r"beta2 is 1\.0"):
@@ -234,13 +235,14 @@ def test_bad_input_is_refused_with_its_cure():
     with pytest.raises(ValueError, match="1 elements; a pair"):
         CorrelationStudy((1,))
     study = CorrelationStudy((4,))
-    with pytest.raises(ValueError, match=r"shape \(5,\); this study is of \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape \(5,\); expected \(4,\)"):
         study.update(torch.zeros(5))
     study.update(torch.zeros(4))
     with pytest.raises(RuntimeError, match=r"after 1 steps.*before the first update"):
         study.warm_up(torch.zeros(4))
 
 
-def test_pairs_are_of_different_elements():
+def test_pairs_have_different_elements():
     study = CorrelationStudy((2,), pairs=1000, generator=seeded())
-    assert (study._i != study._j).all()
+    pairs = study.state_dict()["tensors"]
+    assert (pairs["i"] != pairs["j"]).all()

@@ -44,7 +44,7 @@ def adam_moments(gradients, beta1, beta2):
 
 
 def settled_epoch(beta1, beta2, C, d):
-    """m and v of Adam over one epoch, after the start is forgotten."""
+    """m and v of Adam over one epoch, after the initial value is negligible."""
     epochs = int(30 / (1 - max(beta1, beta2)) / d) + 2
     return adam_moments(epochs_of(C, d, epochs), beta1, beta2)[:, -d:]
 
@@ -134,7 +134,7 @@ def test_E01_without_momentum_and_with_constant_v_the_gradients_must_sum_to_zero
         assert printed_critical_c(0, 1 - 1e-9, d) + 1 == pytest.approx(1 / d, rel=1e-5)
 
 
-def test_E01_two_slips_inside_the_proof():
+def test_E01_two_mistakes_inside_the_proof():
     beta1, beta2, C, d = 0.5, 0.9, 7.0, 6
     s, i = np.sqrt(beta2), np.arange(1, d + 1)
     S = simulated_movement(beta1, beta2, C, d, drop=1)
@@ -166,7 +166,7 @@ def test_E01_a_larger_c_helps_at_fixed_d_and_hurts_along_c_equals_d():
     )
     assert simulated_movement(0.9, 0.9, 13, 13) > 0 > simulated_movement(0.9, 0.9, 14, 14)
     excess = np.array([critical_c(0.9, 0.9, d) - d for d in range(2, 60)])
-    assert (np.diff(excess) > 0).all()  # the root outgrows C = d
+    assert (np.diff(excess) > 0).all()  # the root grows faster than d
     assert ((excess > 0) == (np.arange(2, 60) >= 14)).all()
 
 
@@ -346,7 +346,7 @@ def test_E07_remainder_of_the_expansion():
             "tail": ("f - Taylor", "second order"),
         }
     ]
-    # Even with no tail at all (c beyond every x) the printed third-order term is twice the truth.
+    # Even without a tail (c above every x) the printed third-order term is twice the truth.
     assert remainder(x, p, 99.0, **readings[0]) == pytest.approx(2 * true)
 
 
@@ -491,7 +491,7 @@ def test_E10_d_strict_inequalities_fail_at_ties():
     k = factors_by_definition(tie, beta2, C, d)
     assert k[4] == pytest.approx(k[5], abs=1e-12)  # two largest: no j with k_j above both sides
     assert k.argsort()[-2:].tolist() in ([4, 5], [5, 4])
-    assert np.ptp(factors_by_definition(0, 0, C, d)[1:]) == 0  # and without memory all tie
+    assert np.ptp(factors_by_definition(0, 0, C, d)[1:]) == 0  # without memory all are equal
 
 
 # E11, E12: the algorithms
@@ -554,10 +554,10 @@ def noisy_quadratic(t, theta):
 @pytest.mark.parametrize(
     ("at_theta", "carried", "missing"),
     [
-        ("t", [], 1),  # θ_1, wanted for g_1, is itself made from g_1
-        ("t-1", [], 1),  # θ_1 again, wanted for g_2 while the queue fills
-        ("t-1", ["theta"], 4),  # p_n, wanted at t = n + 1
-        ("t-1", ["theta", "p"], 4),  # v_n, wanted at t = n + 1
+        ("t", [], 1),  # g_1 needs θ_1, which is computed from g_1
+        ("t-1", [], 1),  # g_2 needs θ_1 while the queue fills
+        ("t-1", ["theta"], 4),  # step n + 1 needs p_n
+        ("t-1", ["theta", "p"], 4),  # step n + 1 needs v_n
     ],
 )
 def test_E12_the_printed_indices_read_what_was_never_set(at_theta, carried, missing):
@@ -585,7 +585,7 @@ def test_E12_the_repaired_reading_is_the_text_of_section_4():
 
 
 def squares_and_shifted_v(beta2, n, steps=8590, elements=128):
-    """g_t, g_{t-n} and v_t made of g_{t-n}² and older; n = 0 is Adam."""
+    """g_t, g_{t-n} and v_t computed from g_{t-n}² and older; n = 0 is Adam."""
     start = int(10 / (1 - beta2))
     g = np.random.default_rng(0).standard_normal((start + steps + n, elements))
     v = moving_average(g[: start + steps] ** 2, beta2, axis=0)
@@ -596,7 +596,7 @@ def squares_and_shifted_v(beta2, n, steps=8590, elements=128):
 def test_E13_the_captions_name_a_gradient_that_v_contains(n):
     current, shifted, v = squares_and_shifted_v(0.999, n)
     as_captioned, as_computed = pearson(shifted**2, v), pearson(current**2, v)
-    assert as_captioned == pytest.approx(0.046, abs=1e-3)  # √(1 - 0.999²) = 0.0447 for endless data
+    assert as_captioned == pytest.approx(0.046, abs=1e-3)  # √(1 - 0.999²) = 0.0447 for T → ∞
     assert as_computed == pytest.approx(-0.0076, abs=1e-3)  # Table 3 prints -0.011
 
 
@@ -621,7 +621,7 @@ def test_E14_the_raw_gradient_has_no_such_correlation():
 
 
 def sign_agreement(beta1, C, d):
-    """Whether every m of a settled epoch points along the epoch's mean gradient, C + 1 - d > 0."""
+    """Return whether every m of a settled epoch has the sign of the mean gradient, which is > 0."""
     return (settled_epoch(beta1, 0, C, d)[0] > 0).all()
 
 
@@ -673,7 +673,7 @@ def test_E15_the_linear_example_has_no_minimiser():
     m, v = adam_moments(epochs_of(6, 6, 2000), 0.99, 0.9)
     theta = -0.001 * np.cumsum(m / np.sqrt(v))
     settled, half, end = theta[2999], theta[7499], theta[11999]
-    assert end - half == pytest.approx(half - settled, rel=1e-6)  # falls without end
+    assert end - half == pytest.approx(half - settled, rel=1e-6)  # decreases forever
     assert end < half < settled < 0
 
 
@@ -684,7 +684,7 @@ def test_E15_the_bound_can_be_kept_by_going_the_wrong_way():
         regret += g * theta - g * -1  # θ* = -1
         theta = min(1.0, max(-1.0, theta - alpha * g / abs(g)))  # β1 = β2 = 0: m = g, v = g²
     average, epsilon2 = regret / len(gradients), alpha / 1 * C**2  # √v is at least 1
-    assert average == pytest.approx(0.1, abs=5e-4)  # 2/d: the worst there is
+    assert average == pytest.approx(0.1, abs=5e-4)  # 2/d: the largest possible
     assert average < epsilon2 == pytest.approx(0.4)
 
 
@@ -700,7 +700,7 @@ def test_E15_figure_1b_turns_by_beta2_alone():
 
 
 def shifted_factors(g, t, n, beta1, beta2, weights):
-    """Σ weight_j / √v_{t+j} with v_i made of g_{i-n}² and older, for many sequences at once."""
+    """Σ weight_j / √v_{t+j} with v_i from g_{i-n}² and older, for many sequences at once."""
     v = moving_average(g**2, beta2)
     j = np.arange(len(weights))
     return np.sum(weights / np.sqrt(v[:, t + j - n]), axis=1)
@@ -737,36 +737,11 @@ def test_E16_with_beta1_zero_one_term_is_left():
 # E17
 
 
-PANELS = {
-    "a": ("sequential", "final θ"),
-    "b": ("sequential", "critical C"),
-    "c": ("stochastic", "final θ"),
-    "d": ("stochastic", "critical C"),
-}
-
-
-def typeset(panels, width, line=1.0):
-    """Panels in reading order, as many to a line as fit."""
-    columns = int(line / width)
-    return np.array(list(panels)).reshape(-1, columns)
-
-
-def test_E17_the_problems_of_figure_8_are_rows_not_left_and_right():
-    grid = typeset(PANELS, width=0.4)
-    assert grid.tolist() == [["a", "b"], ["c", "d"]]
-    left, right = ([PANELS[name][0] for name in column] for column in grid.T)
-    top, bottom = ([PANELS[name][0] for name in row] for row in grid)
-    assert set(left) == set(right) == {"sequential", "stochastic"}  # not what the caption says
-    assert (set(top), set(bottom)) == ({"sequential"}, {"stochastic"})
-    one_row = typeset(PANELS, width=0.24)[0]  # the layout that the caption describes
-    assert [PANELS[name][0] for name in one_row] == ["sequential"] * 2 + ["stochastic"] * 2
-
-
 def test_E17_the_critical_value_belongs_to_the_problem_not_to_a_step():
     for C, fails in [(13, False), (14, True)]:
         movements = adam_moments(epochs_of(C, C, 60), 0.9, 0.9)
         per_epoch = (movements[0] / np.sqrt(movements[1])).reshape(60, C).sum(axis=1)
-        assert ((per_epoch[30:] < 0) == fails).all()  # one C decides every epoch: no C_t
+        assert ((per_epoch[30:] < 0) == fails).all()  # one C for every epoch: no C_t
         assert per_epoch[-1] == pytest.approx(epoch_update(0.9, 0.9, C, C))
 
 

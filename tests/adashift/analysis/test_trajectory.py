@@ -1,4 +1,4 @@
-"""The filter form against the optimizers themselves: both must walk the same path, step by step."""
+"""The filter form gives the same parameters as the optimizers, step by step."""
 
 import doctest
 from functools import partial
@@ -19,7 +19,7 @@ BETAS = [(0.0, 0.999), (0.9, 0.999), (0.9999, 0.999), (0.9, 0.5)]
 WINDOWS = [(1, None), (1, 1), (2, None), (2, 1), (10, None), (10, 1), (10, 3)]
 STEPS = 203
 
-# lr is large enough for steps that leave the box [-1, 1].
+# lr is large enough for steps beyond the bounds [-1, 1].
 OPTIMIZERS = {
     "SGD": partial(SGD, lr=0.7),
     "Momentum": partial(SGD, lr=0.3, momentum=0.9),
@@ -48,7 +48,7 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 
 @pytest.fixture(autouse=True, scope="module")
 def double_precision():
-    """NAdam keeps its product of β1 in the default type: 7 digits would hide an error."""
+    """NAdam stores its product of β1 in the default dtype: float32 would hide errors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -56,7 +56,7 @@ def double_precision():
 
 
 def streams(steps=STEPS, seed=0):
-    """Eq. 7, Eq. 6, and noise whose mean turns round, so that every optimizer does."""
+    """Gradients of Eq. 7, Eq. 6, and noise whose mean changes sign."""
     rng = np.random.default_rng(seed)
     t = np.arange(steps)
     stochastic = np.where(rng.random(steps) < 0.05, 20.0, -1.0)
@@ -70,7 +70,7 @@ def scalars(count=1):
 
 
 def stepped(make, g, bounds=None):
-    """θ after each step of the real optimizer, one parameter for each row of g."""
+    """Return θ after each step of the real optimizer, one parameter for each row of g."""
     parameters = scalars(len(g))
     optimizer = make(parameters)
     path = []
@@ -93,22 +93,22 @@ def close(a, b):
     assert_allclose(a, b, rtol=1e-10, atol=1e-11)
 
 
-def test_examples_in_the_docstring():
+def test_doctests():
     result = doctest.testmod(trajectory)
     assert result.attempted > 0 and result.failed == 0
 
 
-# The real optimizers
+# --- against the optimizers
 
 
 @every_optimizer
-def test_filters_walk_like_the_optimizer(make):
+def test_filters_match_the_optimizer(make):
     g = streams()
     close(filtered(make, g), stepped(make, g))
 
 
 @every_optimizer
-def test_filters_walk_like_the_optimizer_in_a_box(make):
+def test_filters_match_the_optimizer_with_bounds(make):
     g = streams(61)
     path = filtered(make, g, BOX)
     close(path, stepped(make, g, BOX))
@@ -118,13 +118,13 @@ def test_filters_walk_like_the_optimizer_in_a_box(make):
 
 
 @pytest.mark.parametrize("n", [1, 2, 10])
-def test_adashift_waits_n_steps_and_moves_at_the_next(n):
+def test_adashift_first_update_is_at_step_n_plus_1(n):
     updates = chain_of(AdaShift(scalars(), lr=0.1, n=n)).advance(streams()).update
     assert not updates[:, :n].any()
     assert updates[:, n].all()
 
 
-def test_adashift_does_not_move_while_v_is_0():
+def test_adashift_does_not_update_while_v_is_0():
     g = np.array([[0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 1.0, 3.0, -1.0]])
     make = partial(AdaShift, lr=0.1, n=2)
     assert_array_equal(np.flatnonzero(chain_of(make(scalars())).advance(g).update), [5, 6, 7, 8])
@@ -132,7 +132,7 @@ def test_adashift_does_not_move_while_v_is_0():
 
 
 @pytest.mark.parametrize("make", [Adam, NAdam, AdamNC, SpatialOnly, partial(Adam, amsgrad=True)])
-def test_gradients_that_begin_with_zeros(make):
+def test_gradients_may_start_with_zeros(make):
     g = np.array([[0.0, 0.0, 1.0, 0.0, -2.0, 3.0]])
     close(filtered(make, g), stepped(make, g))
 
@@ -141,26 +141,26 @@ def test_gradients_that_begin_with_zeros(make):
     ("make", "delay"), [(Adam, 0), (partial(Adam, amsgrad=True), 0), (partial(AdaShift, n=10), 10)]
 )
 @pytest.mark.parametrize("cut", [1, 53, 54, 55])
-def test_a_bias_correction_lasts_until_its_last_bit(make, delay, cut):
-    """β2 = 0.5 is forgotten after 54 steps; until then ones average to 1 only if corrected."""
+def test_bias_correction_is_exact_until_negligible(make, delay, cut):
+    """β2 = 0.5 is negligible after 54 steps; until then the average of ones needs correction."""
     chain = chain_of(make(scalars(), betas=(0.5, 0.5)))
     pieces = np.split(np.ones(70 + delay), [cut + delay])
     v = np.concatenate([chain.advance(piece).v for piece in pieces])
     assert_array_equal(v, np.repeat([0.0, 1.0], [delay, 70]))
 
 
-def test_the_settings_are_those_of_the_group():
-    """Hydra gives betas as a list, and a scheduler may have changed lr."""
+def test_settings_come_from_the_param_group():
+    """betas may be a list, and a scheduler may have changed lr."""
     optimizer = Adam(scalars(), lr=1.0, betas=[0.0, 0.9])
     optimizer.param_groups[0]["lr"] = 0.25
     assert_allclose(chain_of(optimizer).advance(np.ones(3)).update, 0.25)
 
 
-# Pieces of time and many streams
+# --- chunks and batches
 
 
 @every_optimizer
-def test_pieces_join_to_the_whole(make):
+def test_chunks_equal_the_whole_stream(make):
     g = streams()
     chain, theta, path = chain_of(make(scalars())), np.zeros(len(g)), []
     for piece in np.split(g, [1, 2, 5, 6, 13, 14, 45, 200], axis=-1):
@@ -170,23 +170,23 @@ def test_pieces_join_to_the_whole(make):
 
 
 @every_optimizer
-def test_streams_side_by_side_are_streams_alone(make):
+def test_batched_streams_equal_single_streams(make):
     g = np.stack([streams(60, seed) for seed in range(2)])  # seeds × problems × time
     alone = [[filtered(make, row, BOX) for row in block] for block in g]
     close(filtered(make, g, BOX), np.array(alone))
 
 
-def test_the_stream_is_left_as_it_was():
+def test_advance_does_not_modify_the_gradients():
     g = streams()
     for make in OPTIMIZERS.values():
         chain_of(make(scalars())).advance(g)
     assert_array_equal(g, streams())
 
 
-# walk
+# --- parameter_path
 
 
-def plain_walk(start, updates, bounds):
+def looped_path(start, updates, bounds):
     theta, path = start, []
     for update in updates:
         theta = min(max(theta - update, bounds[0]), bounds[1])
@@ -196,23 +196,23 @@ def plain_walk(start, updates, bounds):
 
 @pytest.mark.parametrize("bounds", [(-1, 1), (0.0, 0.5), (-np.inf, 1.0), (-np.inf, np.inf)])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 31, 33, 1000])
-def test_walk_clips_after_every_step(length, bounds):
+def test_parameter_path_clips_after_every_step(length, bounds):
     rng = np.random.default_rng(length)
     for size in (0.01, 0.3, 3.0):
         start = rng.uniform(0, 0.5, size=4)
         updates = size * rng.normal(size=(4, length))
-        expected = [plain_walk(x, row, bounds) for x, row in zip(start, updates, strict=True)]
+        expected = [looped_path(x, row, bounds) for x, row in zip(start, updates, strict=True)]
         assert_allclose(parameter_path(start, updates, bounds), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("bounds", "path"), [(None, [0.5, 2.5, 2.25]), (BOX, [0.5, 1, 0.75])])
-def test_walk_starts_from_one_number_and_keeps_the_updates(bounds, path):
+def test_parameter_path_accepts_a_scalar_start_and_does_not_modify_updates(bounds, path):
     updates = np.array([0.5, -2.0, 0.25])
     assert_array_equal(parameter_path(np.array(1.0), updates, bounds), path)
     assert_array_equal(updates, [0.5, -2.0, 0.25])
 
 
-# Net update factors
+# --- net update factors
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_walk_starts_from_one_number_and_keeps_the_updates(bounds, path):
         (partial(AdaShift, betas=(1.0, 0.9), n=5, m=2), [1 / 2, 1 / 2]),
     ],
 )
-def test_a_net_update_factor_adds_up_what_a_gradient_moves(make, weights):
+def test_net_update_factor_sums_the_effect_of_a_gradient(make, weights):
     g = streams(40)
     chain = chain_of(make(scalars(), lr=0.1))
     step_size = chain.advance(g).step_size
@@ -239,14 +239,14 @@ def test_a_net_update_factor_adds_up_what_a_gradient_moves(make, weights):
 
 
 @pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), partial(AdaShift, n=7, m=4)])
-def test_net_update_factors_make_the_whole_movement(make):
+def test_net_update_factors_add_up_to_the_total_movement(make):
     g = streams()
     chain = chain_of(make(scalars(), lr=0.1))
     factors = chain.net_update_factors(chain.advance(g).step_size)
     assert_allclose(-np.sum(factors * g, axis=-1), stepped(partial(make, lr=0.1), g)[:, -1])
 
 
-# What has no filter form
+# --- no filter form
 
 
 @pytest.mark.parametrize(
@@ -264,13 +264,13 @@ def test_net_update_factors_make_the_whole_movement(make):
         (torch.optim.Adagrad, "Adagrad has no filter form"),
     ],
 )
-def test_what_depends_on_theta_or_is_unknown_is_refused(make, reason):
+def test_unknown_optimizers_and_settings_that_depend_on_theta_raise(make, reason):
     with pytest.raises(NotLinear, match=reason):
         chain_of(make(scalars()))
 
 
 @pytest.mark.parametrize("make", [SGD, Adam, NAdam, AdamNC, SpatialOnly, AdaShift])
-def test_several_groups_are_refused(make):
+def test_several_param_groups_raise(make):
     groups = [{"params": scalars()}, {"params": scalars(), "lr": 0.1}]
     with pytest.raises(NotLinear, match=f"{make.__name__} has 2 groups"):
         chain_of(make(groups))

@@ -1,0 +1,290 @@
+"""What may change between two steps: memory, dtypes, devices and options."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from adashift import AdaShift
+from adashift.reference import AdaShiftReference
+
+WAYS = [{}, {"foreach": True}, {"fused": True}, {"capturable": True}]
+every_way = pytest.mark.parametrize("way", WAYS, ids=["single", "foreach", "fused", "capturable"])
+
+
+def trained(way, shape=(6, 5), steps=7, dtype=torch.float32, **options):
+    """A parameter and its optimizer after some steps."""
+    p = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+    optimizer = AdaShift([p], n=3, **options, **way)
+    for t in range(steps):
+        p.grad = torch.full_like(p, t + 1.0)
+        optimizer.step()
+    return p, optimizer
+
+
+@every_way
+@pytest.mark.parametrize("phi", ["max", "none"])
+def test_parameter_of_another_shape_is_an_error(phi, way):
+    p, optimizer = trained(way, phi=phi)
+    p.data = torch.ones(60_000, 50)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"state '\w+' is for a parameter of shape \(6, 5\)"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones_like(p))
+
+
+@every_way
+def test_checkpoint_of_another_shape_is_an_error(way):
+    _, saved = trained(way, (3, 2))
+    p, optimizer = trained(way, (300, 200), steps=1)
+    optimizer.load_state_dict(saved.state_dict())
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"is for a parameter of shape \(3, 2\)"):
+        optimizer.step()
+
+
+@every_way
+def test_state_on_another_device_is_an_error(way):
+    p, optimizer = trained(way)
+    optimizer.state[p]["number"] = optimizer.state[p]["number"].to("meta")
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="'number' is on meta, its parameter on cpu"):
+        optimizer.step()
+
+
+@every_way
+def test_state_of_another_optimizer_is_an_error(way):
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    adam = torch.optim.Adam([p])
+    adam.step()
+    optimizer = AdaShift([p], n=2, **way)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(
+        {"state": adam.state_dict()["state"], "param_groups": saved["param_groups"]}
+    )
+    with pytest.raises(RuntimeError, match="that of another optimizer"):
+        optimizer.step()
+
+
+@every_way
+def test_a_step_that_fails_changes_nothing(way):
+    good, bad = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = AdaShift([{"params": [good]}, {"params": [bad]}], n=2, **way)
+    for _ in range(3):
+        good.grad, bad.grad = torch.ones(4), torch.ones(4)
+        optimizer.step()
+    before, state = good.detach().clone(), copy.deepcopy(optimizer.state[good])
+    bad.data = torch.ones(9)
+    bad.grad = torch.ones(9)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert torch.equal(good, before)
+    for name, x in state.items():
+        assert not torch.is_tensor(x) or torch.equal(x, optimizer.state[good][name])
+
+
+@every_way
+def test_parameters_and_gradients_may_move_in_memory(way):
+    """Gradients are new tensors in every step, and p.data may be another one."""
+    p = torch.nn.Parameter(torch.zeros(50_000).double())
+    optimizer, oracle = AdaShift([p], n=3, **way), AdaShiftReference(p, n=3)
+    for t in range(12):
+        g = torch.randn(50_000, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+        p.grad = g
+        if t % 4 == 3:
+            p.data = p.data.clone()
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), oracle.step(g), rtol=1e-12, atol=1e-12)
+
+
+@every_way
+def test_version_counter_shows_that_the_parameter_has_changed(way):
+    p, optimizer = trained(way)
+    loss = (p * p).sum()  # keeps p for its backward pass
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_way
+def test_conjugate_parameter_moves_as_its_resolved_twin(way):
+    start = torch.randn(40, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for conjugate in (False, True):
+        own = start.clone().conj()
+        p = torch.nn.Parameter(own if conjugate else own.resolve_conj())
+        assert p.is_conj() == conjugate
+        optimizer = AdaShift([p], n=2, lr=0.1, **way)
+        for t in range(8):
+            p.grad = torch.randn(
+                40, dtype=torch.complex64, generator=torch.Generator().manual_seed(t)
+            )
+            optimizer.step()
+        ends.append(p.detach().resolve_conj())
+    assert (ends[0] - start.conj()).abs().min() > 0
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+@every_way
+def test_gradients_of_lower_precision_keep_the_state_in_single(way):
+    p = torch.nn.Parameter(torch.ones(30))
+    p.grad_dtype = torch.bfloat16
+    optimizer = AdaShift([p], n=2, **way)
+    for t in range(6):
+        p.grad = torch.full((30,), 1.0 + t, dtype=torch.bfloat16)
+        optimizer.step()
+    tensors = [x for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    assert {x.dtype for x in tensors} == {torch.float32, torch.int64} and (p < 1).all()
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_half_precision_rounds_once(dtype, decay, way):
+    """A step of half a unit in the last place is the rounded exact step."""
+    p = torch.nn.Parameter(torch.linspace(1, 2, 500).to(dtype))
+    optimizer = AdaShift([p], n=1, lr=0.01, weight_decay=decay, **way)
+    generator = torch.Generator().manual_seed(0)
+    for t in range(40):
+        g = torch.randn(500, generator=generator)
+        wide = torch.nn.Parameter(p.detach().float())
+        twin = AdaShift([wide], n=1, lr=0.01, weight_decay=decay)
+        twin.state[wide].update(copy.deepcopy(dict(optimizer.state[p])))
+        p.grad, wide.grad = g.to(dtype), g.to(dtype).float()
+        optimizer.step()
+        twin.step()
+        if t > 1:
+            ulp = torch.finfo(dtype).eps * 2
+            assert ((p.detach().float() - wide.detach()).abs() <= 0.51 * ulp).all()
+
+
+@every_way
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_learning_rate_may_be_a_tensor(shape, way):
+    lr = torch.full(shape, 0.01)
+    a, tensor = trained(way, lr=lr)
+    b, number = trained(way, lr=0.01)
+    torch.testing.assert_close(a, b)
+    lr.fill_(0.5)
+    for p, optimizer in ((a, tensor), (b, number)):
+        optimizer.param_groups[0]["lr"] = 0.5 if p is b else lr
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(a, b)
+
+
+@every_way
+def test_betas_may_be_tensors_that_change_in_place(way):
+    betas = torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.99, dtype=torch.float64)
+    p = torch.nn.Parameter(torch.zeros(9).double())
+    optimizer, oracle = AdaShift([p], n=4, betas=betas, **way), AdaShiftReference(p, n=4)
+    for t in range(30):
+        betas[0].fill_([0.9, 0.5, 0.0, 1.0][t // 3 % 4])
+        oracle.beta1, oracle.beta2 = betas[0].item(), betas[1].item()
+        p.grad = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+        expected = oracle.step(p.grad)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-11)
+
+
+@every_way
+def test_mean_does_not_overflow(way):
+    p = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = AdaShift([p], n=1, phi="mean", **way)
+    for _ in range(3):
+        p.grad = torch.full_like(p, 1e17)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -0.02), rtol=1e-4, atol=0)
+
+
+@every_way
+@pytest.mark.parametrize("phi", ["max", "mean", "row", "none"])
+@pytest.mark.parametrize("m", [1, 2, math.inf])
+@pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.filterwarnings("ignore:m=inf")
+def test_inf_gradients_end_alike(when, m, phi, way):
+    """Where v is 0 nothing moves; v = inf moves nothing, unless m_t is inf, which gives NaN."""
+    p = torch.nn.Parameter(torch.ones(4, 2).double())
+    optimizer = AdaShift([p], n=2, m=m, phi=phi, **way)
+    oracle = AdaShiftReference(p, n=2, m=m, phi=phi)
+    for t in range(9):
+        p.grad = torch.full((4, 2), 1.0 if t >= when else 0.0, dtype=torch.float64)
+        if t == when:
+            p.grad[1, 1] = math.inf
+        expected = oracle.step(p.grad)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("mark", ["_is_flat_param", "_fsdp_flattened"])
+def test_parameters_that_fsdp1_has_flattened_are_refused(mark):
+    p = torch.nn.Parameter(torch.ones(8))
+    setattr(p, mark, True)
+    p.grad = torch.ones(8)
+    with pytest.raises(RuntimeError, match="use fully_shard"):
+        AdaShift([p]).step()
+    AdaShift([p], phi="none").step()
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=["single", "foreach", "fused"])
+def test_stochastic_rounding_is_right_on_average(way):
+    """Steps of a tenth of the spacing of bfloat16 are lost to nearest, and kept by chance."""
+    ends = {}
+    for stochastic in (False, True):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.full((20_000,), 1.5, dtype=torch.bfloat16))
+        optimizer = AdaShift([p], n=1, lr=2**-7 / 10, stochastic_rounding=stochastic, **way)
+        for _ in range(51):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends[stochastic] = p.detach().float()
+    assert (ends[False] == 1.5).all()
+    expected, spread = 1.5 - 50 * 2**-7 / 10, (50 * 0.09) ** 0.5 * 2**-7
+    assert abs(ends[True].mean() - expected) < 5 * spread / 20_000**0.5
+    assert 0.8 * spread < ends[True].std() < 1.2 * spread
+
+
+@every_way
+def test_slots_in_bfloat16_follow_rounded_gradients(way):
+    p = torch.nn.Parameter(torch.zeros(700).double())
+    q = torch.nn.Parameter(torch.zeros(700))
+    optimizer = AdaShift([q], n=4, lr=0.1, state_dtype=torch.bfloat16, **way)
+    oracle = AdaShiftReference(p, n=4, lr=0.1)
+    for t in range(25):
+        g = torch.randn(700, generator=torch.Generator().manual_seed(t)).bfloat16()
+        q.grad = g.float()
+        expected = oracle.step(g.double())
+        optimizer.step()
+        torch.testing.assert_close(q.detach().double(), expected, rtol=1e-4, atol=1e-5)
+    assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+
+
+def test_endless_window_warns_where_v_and_m_share_much():
+    p = torch.nn.Parameter(torch.zeros(1))
+    with pytest.warns(UserWarning, match="use n=44 or more"):
+        AdaShift([p], n=10, m=math.inf)
+    with pytest.warns(UserWarning, match=r"use betas\[0\] < 1 or more"):
+        AdaShift([p], n=10, m=math.inf, betas=(1.0, 0.9))
+    AdaShift([p], n=44, m=math.inf)
+    AdaShift([p], n=1, m=math.inf, betas=(0.0, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(fused="yes"), "fused is 'yes'; it must be True or False or None"),
+        (dict(maximize=1), "maximize is 1; it must be True or False"),
+        (dict(state_dtype=torch.float16), "state_dtype is torch.float16; it must be None or"),
+    ],
+)
+def test_bad_switches_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaShift([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def test_integer_parameters_are_errors():
+    with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point"):
+        AdaShift([torch.zeros(3, dtype=torch.int64)])
