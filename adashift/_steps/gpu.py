@@ -13,7 +13,7 @@ from adashift._base import ParamGroup, ParamState
 from adashift._spatial import PHI
 from adashift._window import is_dense, is_plain, recover_error, total_weight
 
-TILE, LANES = 2048, 1024  # what a program takes: elements in the first launch, rows in the second
+TILE, LANES, WARPS = 1024, 1024, 8  # elements, and partial results, that a program takes at a time
 DEVICES = ("cuda",)  # the name of ROCm's too
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,7 +63,8 @@ class JobTable:
         self.params, self.held = params, states  # what the rows have addresses of
         self.device, self.addresses = params[0].device, [address_of(p.grad) for p in params]
         self.variant = variant_of(params[0], states[0], group)
-        parts = table_parts(params, states, group) | {"gradients": torch.tensor(self.addresses)}
+        parts = table_parts(params, states, group["phi"])
+        parts["gradients"] = torch.tensor(self.addresses)
         self.memory = upload(torch.cat([*parts.values()]), self.device)  # all in one copy
         shares = self.memory.split([len(part) for part in parts.values()])
         self.part = dict(zip(parts, shares, strict=True))
@@ -87,18 +88,16 @@ class JobTable:
         values = self.part | self.variant | rule_of(group, self.device)
         values["gradients"] = self.gradients()
         with torch.cuda.device_of(self.memory):
-            launch(kernel.step_tiles, len(self.part["tiles"]), values, 8)
-            launch(kernel.finish_step, len(self.part["blocks"]), values, 4)
+            launch(kernel.step_tiles, len(self.part["tiles"]), values)
+            launch(kernel.finish_step, len(self.part["blocks"]), values)
         torch.autograd.graph.increment_version(self.params)
 
 
-def table_parts(
-    params: list[Tensor], states: list[ParamState], group: ParamGroup
-) -> dict[str, Tensor]:
+def table_parts(params: list[Tensor], states: list[ParamState], phi: str) -> dict[str, Tensor]:
     """What the kernels find on the device, as integers; partial results start with 0."""
-    rows = [p.shape[0] if group["phi"] == "row" and p.dim() else 1 for p in params]
+    rows = [p.shape[0] if phi == "row" and p.dim() else 1 for p in params]
     tiles = [-(-p.numel() // TILE) for p in params]
-    partials = [tile + row - 1 for tile, row in zip(tiles, rows, strict=True)]
+    partials = [count + row - 1 for count, row in zip(tiles, rows, strict=True)]
     blocks = [-(-row // LANES) for row in rows]
     firsts = zip(*(accumulate(x, initial=0) for x in (tiles, partials, blocks)), strict=True)
     jobs = enumerate(zip(params, states, rows, firsts, strict=False))
@@ -163,7 +162,6 @@ def variant_of(p: Tensor, state: ParamState, group: ParamGroup) -> dict[str, Any
         "KIND": 0 if m == 1 else 1 if m else 2,
         "PLACES": 1 << (m - 1).bit_length() if m else 1,
         "UNIT": torch.finfo(real).eps / 2,
-        "STOCHASTIC": group["stochastic_rounding"] and p.dtype == torch.bfloat16,
         "TILE": TILE,
         "LANES": LANES,
         **{name: getattr(tl, str(dtype).removeprefix("torch.")) for name, dtype in types.items()},
@@ -192,10 +190,11 @@ def rule_of(group: ParamGroup, device: torch.device) -> dict[str, Any]:
         "last": beta1**m,
         "n": group["n"],
         "m": m,
+        "STOCHASTIC": group["stochastic_rounding"],
     }
 
 
-def launch(kernel: Any, programs: int, values: dict[str, Any], warps: int) -> None:
+def launch(kernel: Any, programs: int, values: dict[str, Any]) -> None:
     """Without fused multiply-add a step rounds in the same way on every GPU."""
     arguments = {name: values[name] for name in kernel.arg_names}
-    kernel[(programs,)](**arguments, num_warps=warps, enable_fp_fusion=False)
+    kernel[(programs,)](**arguments, num_warps=WARPS, enable_fp_fusion=False)

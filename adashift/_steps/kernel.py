@@ -176,7 +176,7 @@ def step_tiles(
 
     # -- θ; ε alone is no scale of gradients, so nothing moves where v is 0
     moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
-    if STOCHASTIC:
+    if STOCHASTIC and tl.bfloat16 == PARAM:
         seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
         moved = round_by_chance(moved, mixed(seed ^ (start + lane).to(tl.uint32)))
     tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
