@@ -326,8 +326,8 @@ def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
         if was[name] != now[name]:
             raise RuntimeError(
                 f"{name} changed from {was[name]} to {now[name]} during training; the stored state "
-                f"needs {name}={was[name]}: restore it, or create a new AdaShift, which starts with "
-                "n steps without updates"
+                f"needs {name}={was[name]}: restore it, or create a new AdaShift, which starts "
+                "with n steps without updates"
             )
 
 
