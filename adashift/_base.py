@@ -24,19 +24,19 @@ def check_number(name: str, x: Any, low: float, high: float, usual: float, end: 
 
 
 def check_betas(betas: Any, end: str = ")") -> tuple[float, float]:
-    """Return betas as a tuple of two numbers; end="]" lets β1 be 1."""
+    """Return betas as a tuple of two numbers; end="]" allows β1 = 1."""
     pair = tuple(betas) if isinstance(betas, Iterable) else ()
     if len(pair) != 2:
-        raise ValueError(f"betas is {betas!r}; give two numbers, usually (0.9, 0.999)")
+        raise ValueError(f"betas is {betas!r}; it must be two numbers, usually (0.9, 0.999)")
     beta1 = check_number("betas[0]", pair[0], 0, 1, 0.9, end)
     return beta1, check_number("betas[1]", pair[1], 0, 1, 0.999)
 
 
-def check_count(name: str, x: Any, high: float, fix: str) -> int:
-    """Return x as an int if it is a whole number in 1..high."""
+def check_count(name: str, x: Any, high: float, hint: str) -> int:
+    """Return x as an int if it is an integer in 1..high."""
     if not (isinstance(x, Integral) and 1 <= int(x) <= high):
         bound = "" if high == inf else f" <= {high}"
-        raise ValueError(f"{name} is {x!r}; it must be a whole number, 1 <= {name}{bound}: {fix}")
+        raise ValueError(f"{name} is {x!r}; it must be an integer, 1 <= {name}{bound}: {hint}")
     return int(x)
 
 
@@ -50,10 +50,10 @@ def check_switch(name: str, x: Any, *allowed: Any) -> Any:
 
 
 class PerParameter(Optimizer, ABC):
-    """A rule that treats each parameter alone. Subclasses write `_check` and `_update`.
+    """An optimizer that updates parameters separately; subclasses define `_check` and `_update`.
 
-    All options live in param_groups and `state` holds numbers and tensors only, so that pickle,
-    deepcopy and torch.load(weights_only=True) lose nothing.
+    All options are in param_groups and `state` contains only numbers and tensors, so that pickle,
+    deepcopy and torch.load(weights_only=True) preserve everything.
     """
 
     def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class PerParameter(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return the closure's loss, if any."""
+        """Update every parameter that has a gradient and return the closure's loss, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +76,7 @@ class PerParameter(Optimizer, ABC):
             ([p for p in group["params"] if p.grad is not None and p.numel() > 0], group)
             for group in self.param_groups
         ]
-        for params, group in groups:  # all before anything is changed
+        for params, group in groups:  # an error must leave every parameter as it was
             self._validate(params, group)
         for params, group in groups:
             self._update_group(params, group)
@@ -89,9 +89,10 @@ class PerParameter(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint; every tensor is copied and keeps its dtype.
 
-        torch would cast state to the parameter's dtype and share its memory with the dict.
+        Optimizer.load_state_dict casts state to the parameter's dtype and shares memory with the
+        dict.
         """
-        loaded: list[dict[str, Any]] = []  # what the pre-hooks made of it
+        loaded: list[dict[str, Any]] = []  # the dict after all pre-hooks
         first = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
         last = self.register_load_state_dict_post_hook(
             lambda _: self._restore(loaded[-1]), prepend=True
@@ -126,11 +127,11 @@ class PerParameter(Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
-        """The options in plain types, or a ValueError."""
+        """Return the options converted to plain types, or raise ValueError."""
 
     @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
-        """Move p by the rule."""
+        """Update p in place."""
 
 
 def real_view(p: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def state_dtype_of(p: Tensor) -> torch.dtype:
 
 
 def real_pair(p: Tensor, group: ParamGroup) -> tuple[Tensor, Tensor]:
-    """The parameter, and the gradient as the rule sees it: downhill, in the dtype of the state."""
+    """Return p and the gradient to descend, in the dtype of the state, with coupled decay."""
     theta = real_view(p)
     g = real_gradient(p).to(state_dtype_of(theta))
     g = -g if group.get("maximize") else g

@@ -51,41 +51,49 @@ class StepPlan(NamedTuple):
 
 
 class AdaShift(PerParameter):
-    """Adam's step with v taken from old gradients, so that v_t and g_t are not correlated.
+    """Adam with v computed from gradients n steps old, so that v_t and g_t are decorrelated.
 
-    For each block (one parameter tensor), t counting the gradients that it has had:
+    For each block (one parameter tensor), where t counts its gradients:
 
         m_t     = Σ_{i<m} β1^i g_{t-i} / Σ_{i<m} β1^i
         v_t     = β2 v_{t-1} + (1 - β2) φ(g_{t-n}²)
         θ_{t+1} = θ_t - lr m_t / (√(v_t / (1 - β2^(t-n))) + eps)
 
-    A parameter does not move during its first n gradients, nor where v_t is still 0: without a
-    scale of gradients, dividing by eps would give steps of lr · 1e8.
+    A parameter does not change during its first n steps, nor where v_t is still 0: dividing by eps
+    alone would give steps of lr · 1e8.
+
+    Start from ``lr`` ten times that of Adam, ``betas=(0.9, 0.999)`` and ``n=10``. ``phi="row"``
+    suits embeddings, ``n=44, m=math.inf`` needs half of Adam's memory. Weight decay is decoupled by
+    default, unlike Adam's. Other implementations call n ``keep_num`` and φ ``reduce_func``.
 
     Args:
         params: parameters or parameter groups; every option below can differ per group.
-        lr: step size α; the paper's is about ten times Adam's for φ = max.
-        betas: β1 in [0, 1] (0: m_t = g_t, 1: plain average) and β2 in [0, 1).
-        eps: added outside the root.
-        n: shift; v_t uses the gradient of n steps ago.
-        m: window of the first moment, 1 <= m <= n; None means n.
-        phi: "max", "mean", "none" (element-wise), or a function of g² whose result
-            broadcasts to g. Only the names can be saved in a weights_only checkpoint.
-        weight_decay: λ; 0 is off.
-        decoupled_weight_decay: shrink θ by lr·λ with every step, as AdamW does; False adds λθ to
-            the gradient, as Adam does.
-        maximize: climb instead of descending.
-        foreach: work on lists of tensors; None: on a GPU, where it is faster, but not on a CPU.
-        fused: one pass over memory. On a CPU this compiles a C file of 200 lines on first use and
-            keeps the result; on a GPU it takes Triton. Without these: a warning, and the default.
-        capturable: no number that changes with t is read on the host, so that step() can be
-            captured in a CUDA graph or compiled as a whole; its cost grows with m.
+        lr: learning rate α; about ten times Adam's for φ = max.
+        betas: β1 in [0, 1] (0: m_t = g_t, 1: unweighted average) and β2 in [0, 1).
+        eps: added outside the square root.
+        n: shift; v_t uses the gradient from n steps ago.
+        m: window of the first moment, 1 <= m <= n; None means n. math.inf is the bias-corrected
+            exponential average of all gradients, which needs one buffer instead of m + 1; take
+            n >= ln 0.01 / ln β1 (44 for β1 = 0.9), so that v_t and m_t share little.
+        phi: "max", "mean", "row" (a maximum for each index of the first dimension), "none"
+            (element-wise), or a function of g² whose result broadcasts to g. Only names can be
+            saved in a weights_only checkpoint.
+        weight_decay: weight decay coefficient λ.
+        decoupled_weight_decay: multiply θ by 1 − lr·λ at every step, as AdamW does; False adds λθ
+            to the gradient, as Adam does.
+        maximize: maximize the objective instead of minimizing it.
+        foreach: use the foreach implementation; None uses it on a GPU without Triton.
+        fused: use a fused kernel, one pass over memory. On a CPU it is C code that is compiled on
+            first use and cached; on a GPU it is Triton, and None uses it. Without a compiler or
+            Triton, True issues a warning and uses the default implementation.
+        capturable: read nothing on the host that changes with t, so that step() can be captured in
+            a CUDA graph or compiled as a whole; without Triton its cost grows with m.
+        stochastic_rounding: round bfloat16 parameters up or down at random, with the right mean.
+        state_dtype: torch.bfloat16 stores the gradients of the window in 2 bytes instead of 4.
 
-    All of these compute the same, up to rounding, and share their checkpoints, but for capturable,
-    which counts steps in a tensor.
-
-    Parameters in half precision keep their state in float32. A complex parameter is treated as the
-    pairs of its real and imaginary parts.
+    All implementations give the same result up to rounding and share checkpoints. Half-precision
+    parameters keep their state in float32, apart from ``state_dtype``. A complex parameter is
+    treated as pairs of real and imaginary parts.
 
     Example:
         >>> theta = torch.nn.Parameter(torch.tensor([1.0]))
@@ -137,9 +145,9 @@ class AdaShift(PerParameter):
         get_phi(options["phi"])
         n = check_count("n", options["n"], inf, "v needs a past gradient, usually n=10")
         m, betas = options["m"], check_betas(options["betas"], end="]")
-        chosen = [way for way in ("foreach", "fused", "capturable") if options[way]]
+        chosen = [name for name in ("foreach", "fused", "capturable") if options[name]]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} are both True; they exclude each other")
+            raise ValueError(f"{' and '.join(chosen)} are True; set at most one of them")
         if options["state_dtype"] not in (None, torch.bfloat16):
             dtype = options["state_dtype"]
             raise ValueError(f"state_dtype is {dtype}; it must be None or torch.bfloat16")
@@ -160,7 +168,7 @@ class AdaShift(PerParameter):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"] if group["fused"] else ():
-            cpu.supports(p, group)  # compile now, so that a warning comes at once
+            cpu.supports(p, group)  # compile now, so that a warning appears early
 
     @property
     def _plans(self) -> dict[int, StepPlan]:
@@ -234,7 +242,7 @@ class AdaShift(PerParameter):
         else:
             self._update_eagerly(group)
 
-    @_disable_dynamo  # t is a number here: torch.compile would compile every step again
+    @_disable_dynamo  # t is a Python int: torch.compile would recompile every step
     def _update_eagerly(self, group: ParamGroup) -> None:
         plan = self._plans[id(group)]
         for table in plan.tables:
@@ -286,7 +294,7 @@ def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
 
 
 def new_state(theta: Tensor, group: ParamGroup) -> ParamState:
-    """Every key from the first step on: distributed checkpoints load only those that they find."""
+    """Create every key at once: distributed checkpoints load only existing keys."""
     n, m, phi, dtype = group["n"], group["m"] or group["n"], group["phi"], state_dtype_of(theta)
     v = zero_v(phi, torch.zeros_like(theta, dtype=dtype))
     peaks = int(m) if 1 < m < inf else 0
@@ -327,8 +335,9 @@ def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
     for name in now:
         if was[name] != now[name]:
             raise RuntimeError(
-                f"{name} was changed from {was[name]} to {now[name]} during training; the state "
-                "does not fit: build a new AdaShift, which starts with n steps without motion"
+                f"{name} changed from {was[name]} to {now[name]} during training; the stored state "
+                f"needs {name}={was[name]}: restore it, or create a new AdaShift, which starts "
+                "with n steps without updates"
             )
 
 
