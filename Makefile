@@ -19,7 +19,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
-        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines torture fuzz test lint \
+        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines gpu-check torture fuzz test lint \
         audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -98,6 +98,10 @@ bench-training: $(READY)
 ##                          needs setup-cluster
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
+
+##   gpu-check              AdaShift on your GPU: correctness, time per step, launches, memory: results/gpu-check.md
+gpu-check: $(READY)
+	@$(PY) -m benchmarks.gpu_check $(ARGS)
 
 ##   torture                kill trainings 50 times, continue them, compare their records: results/benchmarks/
 torture: $(READY)

@@ -1,0 +1,219 @@
+"""AdaShift on this machine's GPU: agreement with the reference, time per step, launches, memory.
+
+    python -m benchmarks.gpu_check [--quick] [--results FOLDER]
+
+Writes results/gpu-check.md, a page to paste into an issue. The exit code is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from adashift import AdaShift
+from adashift.reference import AdaShiftReference
+from benchmarks.common import interleave, listed, machine, markdown
+from benchmarks.optimizer import Shapes, numel, parameter_lists, state_bytes
+from experiments.config.paths import ROOT
+
+SHAPES = [(), (1,), (1000,), (70_003,), (33, 129), (16, 3, 3, 3)]
+WINDOWS: dict[str, dict[str, Any]] = {"m=1": dict(m=1), "m=3": dict(m=3), "m=inf": dict(m=math.inf)}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-6,
+    torch.bfloat16: 8 * torch.finfo(torch.bfloat16).eps,  # θ is rounded in each of eight steps
+    torch.float16: 8 * torch.finfo(torch.float16).eps,
+}
+CONTENDERS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "Adam fused": partial(torch.optim.Adam, fused=True),
+    "Adam foreach": partial(torch.optim.Adam, foreach=True),
+    "AdaShift m=1": partial(AdaShift, m=1),
+    "AdaShift n=m=10": AdaShift,
+    "AdaShift n=m=10, bf16 slots": partial(AdaShift, state_dtype=torch.bfloat16),
+    "AdaShift n=44 m=inf": partial(AdaShift, n=44, m=math.inf),
+    "AdaShift n=m=10 phi=row": partial(AdaShift, phi="row"),
+    "AdaShift n=m=10 foreach": partial(AdaShift, foreach=True),
+}
+
+
+# -- correctness -------------------------------------------------------------------------------
+
+
+def random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def gradients(params: list[Tensor], steps: int) -> Iterator[list[Tensor]]:
+    """Of changing size, so that a wrong lag shows."""
+    generator = torch.Generator().manual_seed(1)
+    for t in range(steps):
+        yield [(math.exp(t % 4) * random(p.shape, generator)).to(p) for p in params]
+
+
+def make_params(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [random(shape, generator).to(device, dtype).requires_grad_() for shape in SHAPES]
+
+
+def worst_error(params: list[Tensor], oracles: list[AdaShiftReference]) -> float:
+    """The largest error beside the largest |θ| of its tensor, or beside 1 if that is larger."""
+    errors = [
+        (p.detach().cpu().double() - oracle.theta).abs().max() / oracle.theta.abs().max().clamp(1)
+        for p, oracle in zip(params, oracles, strict=True)
+    ]
+    return torch.stack(errors).max().item()
+
+
+def eager_error(device: torch.device, dtype: torch.dtype, **options: Any) -> float:
+    params = make_params(device, dtype)
+    optimizer = AdaShift(params, n=3, **options)
+    oracles = [AdaShiftReference(p.cpu(), n=3, **options) for p in params]
+    for found in gradients(params, 11):
+        for p, g, oracle in zip(params, found, oracles, strict=True):
+            p.grad = g
+            oracle.step(g.cpu())
+        optimizer.step()
+    return worst_error(params, oracles)
+
+
+def graph_error(device: torch.device) -> float:
+    """Of steps that a CUDA graph repeats, after one before it; its gradients are new tensors."""
+    params = make_params(device, torch.float32)
+    optimizer = AdaShift(params, n=3, capturable=True)
+    oracles = [AdaShiftReference(p.cpu(), n=3) for p in params]
+    found = list(gradients(params, 11))
+    side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    for p, g in zip(params, found[0], strict=True):
+        p.grad = g.clone()
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    for p, g in zip(params, found[1], strict=True):
+        p.grad = g.clone()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for t, step in enumerate(found):
+        for p, g, oracle in zip(params, step, oracles, strict=True):
+            p.grad.copy_(g)  # type: ignore[union-attr]
+            oracle.step(g.cpu())
+        graph.replay() if t > 0 else None
+    torch.cuda.synchronize(device)
+    return worst_error(params, oracles)
+
+
+def check_rows(device: torch.device) -> pd.DataFrame:
+    rows = []
+    phis = ("max", "mean", "row", "none")
+    for dtype, phi, (name, window) in itertools.product(TOLERANCE, phis, WINDOWS.items()):
+        error = eager_error(device, dtype, phi=phi, **window)
+        rows.append([f"{str(dtype)[6:]}, phi={phi}, {name}", error, TOLERANCE[dtype]])
+    if device.type == "cuda":
+        rows.append(["CUDA graph, float32", graph_error(device), TOLERANCE[torch.float32]])
+    table = pd.DataFrame(rows, columns=["check", "error", "tolerance"])
+    return table.assign(passed=table["error"] <= table["tolerance"])  # NaN has not passed
+
+
+# -- time, launches, memory --------------------------------------------------------------------
+
+
+class Entrant:
+    """An optimizer over its own parameters and gradients, past the steps without motion."""
+
+    def __init__(self, make: Callable[[list[Tensor]], Any], shapes: Shapes) -> None:
+        params = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        self.optimizer = make(params)
+        for _ in range(50):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        torch.cuda.synchronize()
+
+    def launches(self) -> int:
+        """Kernels and copies of one step."""
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            self.step()
+        return sum(e.count for e in found.key_averages() if e.device_type == DeviceType.CUDA)
+
+
+def time_rows(name: str, shapes: Shapes, rounds: int) -> pd.DataFrame:
+    """One contender at a time beside Adam fused, so that two states are in memory."""
+    rows = []
+    for contender in CONTENDERS:
+        pair = {key: Entrant(CONTENDERS[key], shapes) for key in {"Adam fused", contender}}
+        times = interleave(pair, rounds).median()
+        rows.append(
+            {
+                "list": name,
+                "contender": contender,
+                "ms a step": 1e3 * times[contender],
+                "÷ Adam fused": times[contender] / times["Adam fused"],
+                "launches": pair[contender].launches(),
+                "state bytes a parameter": state_bytes(pair[contender].optimizer) / numel(shapes),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def gpu_facts() -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(0)
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return machine() | {
+        "GPU": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {runtime}",
+        "command": "make gpu-check",
+    }
+
+
+def page(checks: pd.DataFrame, times: pd.DataFrame, facts: dict[str, Any]) -> str:
+    failed = checks[~checks["passed"]]
+    verdict = f"Checks passed: {len(checks) - len(failed)} of {len(checks)}."
+    worst = checks.assign(share=checks["error"] / checks["tolerance"]).nlargest(3, "share")
+    shown = failed if len(failed) else worst[checks.columns]
+    intro = "Failed:" if len(failed) else "The three that come closest to their tolerance:"
+    times = times.round({"ms a step": 3, "÷ Adam fused": 2, "state bytes a parameter": 2})
+    parts = ["# AdaShift on a GPU", listed(facts), "## Correctness", verdict, intro]
+    parts += [markdown(shown), "## Time per step", "Median of steps of the two in turn, float32."]
+    return "\n\n".join([*parts, markdown(times)]) + "\n"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Check AdaShift on this machine's GPU.")
+    parser.add_argument("--quick", action="store_true", help="small lists: seconds, no meaning")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
+    arguments = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        sys.exit("error: torch finds no GPU; run this on a machine with CUDA or ROCm and a driver")
+    warnings.filterwarnings("ignore", "m=inf with betas")  # a short n, on purpose
+    checks = check_rows(torch.device("cuda", 0))
+    lists = parameter_lists(arguments.quick).items()
+    times = pd.concat([time_rows(name, shapes, rounds) for name, (shapes, rounds) in lists])
+    text = page(checks, times, gpu_facts())
+    print(text)
+    path = arguments.results / "gpu-check.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"Written: {path}")
+    sys.exit(0 if checks["passed"].all() else 1)
+
+
+if __name__ == "__main__":
+    main()
