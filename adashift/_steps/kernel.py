@@ -20,6 +20,8 @@ MAX, MEAN, ROW, NONE = map(tl.constexpr, range(4))
 NEWEST, WINDOW, ENDLESS = map(tl.constexpr, range(3))  # m = 1, m > 1, m = inf
 CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, range(4))  # places in state["number"]
 ERROR, UNKNOWN = WEIGHT, tl.constexpr(-1.0)
+# Triton would compile again for other values: their alignment changes with the list of parameters.
+PLAIN = ["table", "gradients", "tiles", "blocks", "tops", "squares", "plan", "lr_at", "n", "m"]
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def next_v(v, phi, beta2, new):
     return beta2 * v + new * phi
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=PLAIN)
 def step_tiles(
     table, gradients, tiles, tops, squares, plan, lr_at, lr: tl.float64, beta1: tl.float64,
     beta2: tl.float64, eps: tl.float64, decay: tl.float64, coupled: tl.float64, sign: tl.float64,
@@ -194,7 +196,7 @@ def step_tiles(
         tl.store(squares + partial, tl.sum(wide * wide))
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=PLAIN)
 def finish_step(
     table, blocks, tops, squares, plan, beta1: tl.float64, beta2: tl.float64,
     total: tl.float64, last: tl.float64, n, m,

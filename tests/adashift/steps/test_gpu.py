@@ -32,6 +32,11 @@ HERE = Path(__file__).parent
 PHIS = ["max", "mean", "row", "none"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CUDA = torch.device("cuda:0")
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
 pytestmark = pytest.mark.filterwarnings("ignore:m=inf", "ignore:Accessing the data pointer")
 
 
@@ -226,14 +231,44 @@ def test_a_graph_gets_addresses_of_its_own(fake_gpu, monkeypatch):
     assert any(not isinstance(x, FakeTensor) and x.tolist() == [16] for x in held)
 
 
+class Sm80:
+    """A driver that knows what to compile for, and no more."""
+
+    def get_current_target(self):
+        return TARGETS["sm_80"]
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def test_another_list_of_parameters_compiles_nothing_again(monkeypatch):
+    """Triton itself binds the arguments: floats as float64, addresses whatever their alignment."""
+    compiled, run = {}, triton.runtime.jit.JITFunction.run
+
+    def compile_only(kernel, *, warmup, **arguments):
+        source = run(kernel, warmup=True, **arguments).src
+        compiled.setdefault(kernel.__name__, []).append((source.hash(), source.signature))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu, "available", lambda device: True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Sm80())
+    for count, n in ((1, 2), (2, 3), (3, 16), (5, 17)):
+        params = [torch.zeros(1100).requires_grad_() for _ in range(count)]
+        for p in params:
+            p.grad = torch.ones(1100)
+        AdaShift(params, n=n, m=2, lr=1.0, betas=(0.0, 0.0)).step()
+    for found in compiled.values():
+        assert len(found) == 4 and len({key for key, _ in found}) == 1
+        assert "fp64" in found[0][1].values() and "fp32" not in found[0][1].values()
+
+
 # -- compiled ahead of time --------------------------------------------------------------------
 
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 MOST_REGISTERS = 128  # two programs of eight warps fit in a multiprocessor
 MOST_SPILLED = 16  # bytes a thread: ptxas puts away two addresses where one more program then fits
 
@@ -255,9 +290,8 @@ def launched_variants(fake_gpu, dtypes, windows):
 
 def registers_and_spills(kernel, types, constants, target):
     types = {name: types[name] for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(types.values()) if x[0] == "*"}
     options = dict(num_warps=gpu.WARPS, enable_fp_fusion=False)
-    source = ASTSource(kernel, types, constants, aligned)
+    source = ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         found = dict(re.findall(r"\.vgpr_(count|spill_count):\s*(\d+)", compiled.asm["amdgcn"]))
