@@ -172,6 +172,15 @@ def test_outlier_leaves_no_trace_in_the_window(outlier, beta1):
             assert error <= optimizer.state[p]["number"][ERROR] < 5e-5
 
 
+def test_beta1_of_0_takes_the_newest_gradient_beside_inf():
+    (p,) = parameters(torch.float32, (70,))
+    optimizer = make([p], n=9, m=3, betas=(0.0, 0.999))
+    for t in range(5):
+        p.grad = torch.full((70,), math.inf if t == 2 else 1.0)
+        optimizer.step()
+        assert torch.equal(optimizer.state[p]["sum"], p.grad)
+
+
 @pytest.mark.parametrize("phi", PHIS)
 def test_nan_reaches_its_block_and_a_block_without_scale_does_not_move(phi):
     (p,) = parameters(torch.float32, (4, 40))
