@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
 from experiments.data.batches import Batches, generator
-from experiments.task import Stretch, Task
+from experiments.task import CustomStep, Task
 
 Spacing = Literal["linear", "geometric"]
 
@@ -163,13 +163,13 @@ class TwoLayerLinear(Task):
         if self.batches is not None and isinstance(optimizers["net"], LevenbergMarquardt):
             raise ValueError("its damping compares losses of one problem: use task.batch=null")
 
-    def steps(self) -> Iterator[Stretch]:
+    def steps(self) -> Iterator[CustomStep]:
         if self.batches is None:
-            yield from repeat(Stretch("net", partial(move, self.whole)))
+            yield from repeat(CustomStep("net", partial(move, self.whole)))
             return
         for rows in self.batches:
             part = self.objective(second_moment(self.samples.index_select(0, rows)))
-            yield Stretch("net", partial(move, part))
+            yield CustomStep("net", partial(move, part))
 
     def evaluate(self) -> dict[str, float]:
         """Over all samples, if there are any, and over all that there could be."""
