@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Selectable)
 
 
 @torch.no_grad()
-def search(
+def beam_search(
     advance: Callable[[Tensor, S], tuple[Tensor, S]],
     state: S,
     limits: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from experiments.models.layers import conv, glorot, he, initialise
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
-Part = Callable[[int, int, int], nn.Module]  # channels in, channels out, kernel
+MakeLayer = Callable[[int, int, int], nn.Module]  # channels in, channels out, kernel
 
 
 class DenseNet(nn.Module):
@@ -73,7 +73,9 @@ class DenseNet(nn.Module):
 class DenseBlock(nn.ModuleList):
     """x ↦ x, layer₁(x), layer₂(x, layer₁(x)) … side by side."""
 
-    def __init__(self, part: Part, width: int, growth: int, count: int, bottleneck: bool) -> None:
+    def __init__(
+        self, part: MakeLayer, width: int, growth: int, count: int, bottleneck: bool
+    ) -> None:
         make = bottleneck_layer if bottleneck else plain_layer
         super().__init__(make(part, width + i * growth, growth) for i in range(count))
 
@@ -83,11 +85,11 @@ class DenseBlock(nn.ModuleList):
         return x
 
 
-def plain_layer(part: Part, width: int, growth: int) -> nn.Module:
+def plain_layer(part: MakeLayer, width: int, growth: int) -> nn.Module:
     return part(width, growth, 3)
 
 
-def bottleneck_layer(part: Part, width: int, growth: int) -> nn.Module:
+def bottleneck_layer(part: MakeLayer, width: int, growth: int) -> nn.Module:
     return nn.Sequential(part(width, 4 * growth, 1), part(4 * growth, growth, 3))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from experiments.models.layers import conv, he, initialise
 
 
-class Block(nn.Module):
+class PreActBlock(nn.Module):
     """x + conv(BN-ReLU(conv(BN-ReLU(x)))). With a stride, the first x is convolved 1×1."""
 
     def __init__(self, narrow: int, wide: int, stride: int) -> None:
@@ -53,5 +53,5 @@ class PreActResNet(nn.Module):
 
 
 def stage(narrow: int, wide: int, count: int, stride: int) -> nn.Sequential:
-    rest = [Block(wide, wide, stride=1) for _ in range(count - 1)]
-    return nn.Sequential(Block(narrow, wide, stride), *rest)
+    rest = [PreActBlock(wide, wide, stride=1) for _ in range(count - 1)]
+    return nn.Sequential(PreActBlock(narrow, wide, stride), *rest)

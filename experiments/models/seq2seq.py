@@ -19,7 +19,7 @@ class Memory(NamedTuple):
     mask: Tensor  # sentences × 1 × length: −∞ behind the end, else 0
 
 
-class State(NamedTuple):
+class DecoderState(NamedTuple):
     """What the decoder knows after a word, sentences × beams × units; beams share their memory."""
 
     bottom: tuple[Tensor, Tensor]  # hidden and cell
@@ -27,12 +27,12 @@ class State(NamedTuple):
     attention: Tensor  # fed in with the next word
     memory: Memory
 
-    def select(self, sentences: Tensor, beams: Tensor) -> State:
+    def select(self, sentences: Tensor, beams: Tensor) -> DecoderState:
         """These sentences, and of each of them these beams (sentences × beams)."""
         rows = sentences[:, None]
         bottom, top = ((h[rows, beams], c[rows, beams]) for h, c in (self.bottom, self.top))
         memory = Memory(*(x[sentences] for x in self.memory))
-        return State(bottom, top, self.attention[rows, beams], memory)
+        return DecoderState(bottom, top, self.attention[rows, beams], memory)
 
 
 class Cell(nn.Module):
@@ -103,12 +103,12 @@ class Translator(nn.Module):
             vectors.append(state.attention)
         return torch.stack(vectors).squeeze(2)
 
-    def advance(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+    def advance(self, words: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Log-probabilities of the next words, and the state, after one word of each beam."""
         state = self.step(self.enter(words), state, self.recurrent())
         return self.output(state.attention).log_softmax(-1), state
 
-    def encode(self, source: Tensor, lengths: Tensor) -> State:
+    def encode(self, source: Tensor, lengths: Tensor) -> DecoderState:
         """Read sentences (sentences × length) of which `lengths` words count, at least one."""
         words = self.dropout(self.source(source.t()))
         packed = pack_padded_sequence(words, lengths, enforce_sorted=False)
@@ -127,7 +127,7 @@ class Translator(nn.Module):
         )
         read, _ = pad_packed_sequence(PackedSequence(outputs, *packed[1:]), batch_first=True)
         hidden, cell = (x[:, packed.unsorted_indices, None] for x in (hidden, cell))
-        return State(
+        return DecoderState(
             bottom=(hidden[0], cell[0]),
             top=(hidden[1], cell[1]),
             attention=words.new_zeros(count, 1, self.units),
@@ -151,7 +151,9 @@ class Translator(nn.Module):
         """Parts of matrices, cut out once for all steps: of the lower layer, of attention."""
         return self.bottom.kernel[:, self.units :], self.attention.weight[:, : self.units]
 
-    def step(self, inputs: Tensor, state: State, recurrent: tuple[Tensor, Tensor]) -> State:
+    def step(
+        self, inputs: Tensor, state: DecoderState, recurrent: tuple[Tensor, Tensor]
+    ) -> DecoderState:
         bottom, attention = recurrent
         (hidden, cell), (upper, upper_cell) = state.bottom, state.top
         fed = torch.cat([self.dropout(state.attention), hidden], -1)
@@ -162,4 +164,4 @@ class Translator(nn.Module):
         weights = torch.baddbmm(mask, upper, keys).softmax(-1)
         vector = torch.baddbmm(F.linear(upper, attention), weights, values)
         vector = vector.tanh() if self.tanh else vector
-        return State((hidden, cell), (upper, upper_cell), vector, state.memory)
+        return DecoderState((hidden, cell), (upper, upper_cell), vector, state.memory)

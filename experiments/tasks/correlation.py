@@ -21,7 +21,7 @@ from experiments.tasks.mnist import LinearClassifier
 
 
 @dataclass
-class Look(Step):
+class FrozenStep(Step):
     """A step at which the parameters stay: the gradient of one of them, and no update."""
 
     parameter: Parameter
@@ -73,7 +73,7 @@ class GradientCorrelation(LinearClassifier):
     def steps(self) -> Iterator[Step]:
         for step in super().steps():
             stays = self.frozen and self.done >= self.training
-            yield Look(step.player, step.loss, self.weight) if stays else step
+            yield FrozenStep(step.player, step.loss, self.weight) if stays else step
 
     def after_step(self) -> None:
         assert self.weight.grad is not None

@@ -18,7 +18,7 @@ from experiments.data.images import Augment, ImageSet, Standardise
 from experiments.task import Step, Task
 from experiments.training import collectives
 
-AT_ONCE = 500  # test images; more at once are no faster
+TEST_BATCH = 500  # test images; more at once are no faster
 Net = TypeVar("Net", bound=nn.Module)
 
 
@@ -92,8 +92,10 @@ class ImageClassifier(Task):
         """Loss and accuracy on the test images, with the running statistics of batch norm."""
         test = self.data.test
         self.net.eval()
-        parts = zip(test.pixels.split(AT_ONCE), test.labels.split(AT_ONCE), strict=True)
-        sums = torch.stack([judge(self.output(pixels), labels) for pixels, labels in parts])
+        parts = zip(test.pixels.split(TEST_BATCH), test.labels.split(TEST_BATCH), strict=True)
+        sums = torch.stack(
+            [loss_and_correct(self.output(pixels), labels) for pixels, labels in parts]
+        )
         self.net.train()
         loss, accuracy = (sums.sum(0) / len(test.labels)).tolist()
         return {"test_loss": loss, "test_accuracy": accuracy}
@@ -119,7 +121,7 @@ def initialised(make: Callable[[], Net], seed: int) -> Net:
         return make()
 
 
-def judge(output: Tensor, labels: Tensor) -> Tensor:
+def loss_and_correct(output: Tensor, labels: Tensor) -> Tensor:
     """Sums of the losses and of the right answers, left on the device."""
     right = output.argmax(1) == labels
     return torch.stack([F.cross_entropy(output, labels, reduction="sum"), right.float().sum()])

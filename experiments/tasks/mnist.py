@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from experiments.data.batches import Batches, generator
-from experiments.data.mnist import CLASSES, PIXELS, Mnist, Samples
+from experiments.data.mnist import MNIST_CLASSES, PIXELS, Mnist, Samples
 from experiments.task import Step, Task
 
 
@@ -72,7 +72,7 @@ class LinearClassifier(Task):
         device: torch.device,
     ) -> None:
         self.data = data(device)
-        widths = [PIXELS, *hidden, CLASSES]
+        widths = [PIXELS, *hidden, MNIST_CLASSES]
         start = generator(seed, "initialisation")
         self.net = LinearLayers(widths, weight_std, bias_std, start, device)
         count = len(self.data.train.labels)
@@ -93,7 +93,9 @@ class LinearClassifier(Task):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         weight, bias = self.net.as_one()  # 15,000 images go through one layer instead of three
-        parts = [judge(part, weight, bias) for part in (self.data.test, self.data.validation)]
+        parts = [
+            loss_and_accuracy(part, weight, bias) for part in (self.data.test, self.data.validation)
+        ]
         names = ("test_loss", "test_accuracy", "validation_loss", "validation_accuracy")
         return dict(zip(names, torch.cat(parts).tolist(), strict=True))
 
@@ -104,7 +106,7 @@ class LinearClassifier(Task):
         self.batches.load_state_dict(state["batches"])
 
 
-def judge(samples: Samples, weight: Tensor, bias: Tensor) -> Tensor:
+def loss_and_accuracy(samples: Samples, weight: Tensor, bias: Tensor) -> Tensor:
     """Loss and accuracy, left on the device."""
     output = torch.addmm(bias, samples.images, weight)
     right = output.argmax(1) == samples.labels

@@ -18,14 +18,16 @@ from torch.nn import Parameter
 
 from experiments.data.batches import generator
 from experiments.data.text import END, START, Buckets, Pairs
-from experiments.data.translation import LONGEST, Corpus
-from experiments.models.beam import Found, search
+from experiments.data.translation import MAX_WORDS, Corpus
+from experiments.models.beam import Found, beam_search
 from experiments.models.seq2seq import Translator
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
 
-AT_ONCE = 640  # beams, of all sentences that are translated together
-LENGTH = 2  # a translation has at most so many times the words of its source, as in the tutorial
+MAX_BEAMS = 640  # beams, of all sentences that are translated together
+MAX_LENGTH_RATIO = (
+    2  # a translation has at most so many times the words of its source, as in the tutorial
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Translation(Task):
         self.net.to(device)
         train = self.data.train
         lengths = torch.maximum(train.source.lengths, train.target.lengths - 2)
-        width = -(-LONGEST // trainer.buckets)
+        width = -(-MAX_WORDS // trainer.buckets)
         order = generator(seed, "order")
         self.batches = Buckets(lengths, trainer.buckets, width, trainer.batch, order)
         self.epoch_steps = self.batches.per_epoch
@@ -88,14 +90,14 @@ class Translation(Task):
         return F.cross_entropy(self.net.output(vectors[inside]), wanted, reduction="sum")
 
     def evaluate(self) -> dict[str, float]:
-        return self.judge(self.bleu_sentences)
+        return self.scores(self.bleu_sentences)
 
     def evaluate_at_end(self) -> dict[str, float]:
-        metrics = self.judge(None)
+        metrics = self.scores(None)
         return metrics | self.yardsticks(metrics["test_score"])
 
     @torch.no_grad()
-    def judge(self, bleu_sentences: int | None) -> dict[str, float]:
+    def scores(self, bleu_sentences: int | None) -> dict[str, float]:
         """BLEU of the first `bleu_sentences`, and cross-entropy: the logarithm of perplexity."""
         self.net.eval()
         metrics = {"dev_loss": self.cross_entropy(self.data.dev)}
@@ -138,19 +140,19 @@ class Translation(Task):
     def translate(self, pairs: Pairs, rows: Tensor, width: int) -> tuple[list[str], float]:
         """A line for each row, that of an empty line is empty; the mean of their scores."""
         lines, scores = dict.fromkeys(rows.tolist(), ""), []
-        for row, found in self.search(pairs, rows, width):
+        for row, found in self.translations(pairs, rows, width):
             lines[row] = self.data.target.decode(found.words)
             scores.append(found.score)
         return list(lines.values()), fmean(scores)
 
-    def search(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
+    def translations(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
         """Rows that are not empty, and what is found for them."""
         rows = by_length(pairs, rows[pairs.source.lengths[rows] > 0])
-        for portion in rows.split(max(1, AT_ONCE // width)):
+        for portion in rows.split(max(1, MAX_BEAMS // width)):
             source = pairs.source[portion]
             state = self.net.encode(source.tokens, source.lengths)
-            limits = LENGTH * source.lengths.to(self.device)
-            found = search(self.net.advance, state, limits, width, START, END)
+            limits = MAX_LENGTH_RATIO * source.lengths.to(self.device)
+            found = beam_search(self.net.advance, state, limits, width, START, END)
             yield from zip(portion.tolist(), found, strict=True)
 
     def state_dict(self) -> dict[str, Any]:

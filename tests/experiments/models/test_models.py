@@ -8,7 +8,7 @@ from torch import nn
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
 from experiments.models.densenet import DenseBlock, DenseNet
-from experiments.models.resnet import Block, PreActResNet
+from experiments.models.resnet import PreActBlock, PreActResNet
 
 RESNET = {"width": 32, "blocks": [2, 2, 2, 2], "classes": 10}
 CIFAR = {
@@ -84,7 +84,7 @@ def test_the_published_networks_have_their_parameters(name, count):
 def test_the_depth_is_that_of_the_name(name, weights):
     """The released "100-layer" network has 201; shortcuts are not counted."""
     net = PUBLISHED[name]()
-    shortcuts = sum(isinstance(m.shortcut, nn.Conv2d) for m in layers(net, Block))
+    shortcuts = sum(isinstance(m.shortcut, nn.Conv2d) for m in layers(net, PreActBlock))
     assert len(layers(net, nn.Conv2d, nn.Linear)) - shortcuts == weights
 
 
@@ -128,7 +128,7 @@ def test_shapes_of_the_densenets(name, shapes):
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_shortcut_of_a_block_sees_the_raw_input(stride):
-    block, x = Block(4, 4 * stride, stride), torch.randn(2, 4, 8, 8)
+    block, x = PreActBlock(4, 4 * stride, stride), torch.randn(2, 4, 8, 8)
     before = x.clone()
     assert kinds(block.residual) == ["BatchNorm2d", "ReLU", "Conv2d"] * 2
     nn.init.zeros_(block.residual[-1].weight)

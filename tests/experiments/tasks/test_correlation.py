@@ -13,7 +13,7 @@ from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.records.run import Run
-from experiments.tasks.correlation import GradientCorrelation, Look, of_size_1
+from experiments.tasks.correlation import FrozenStep, GradientCorrelation, of_size_1
 from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_the_weight_between_the_hidden_layers_is_measured():
 def test_a_look_sees_the_gradient_of_a_step(training):
     task, plain = (task_of("task.hidden=[6,5]", f"task.training={training}") for _ in range(2))
     (step,) = islice(task.steps(), 1)
-    assert isinstance(step, Look) == (training == 0)
+    assert isinstance(step, FrozenStep) == (training == 0)
     loss = step.take(optimizer_of(task))
     expected = plain.loss(plain.batches.epoch[0])
     expected.backward()

@@ -183,7 +183,7 @@ def test_evaluation_counts_every_test_image(monkeypatch):
 
     task = task_of("resnet_cifar10")
     whole = task.evaluate()
-    monkeypatch.setattr(images, "AT_ONCE", 30)  # 100 images: the last portion is a small one
+    monkeypatch.setattr(images, "TEST_BATCH", 30)  # 100 images: the last portion is a small one
     parts = task.evaluate()
     assert parts["test_accuracy"] == pytest.approx(whole["test_accuracy"], abs=1e-6)
     assert parts["test_loss"] == pytest.approx(whole["test_loss"], rel=1e-4)

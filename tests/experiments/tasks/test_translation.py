@@ -32,7 +32,7 @@ from experiments.data.text import (
     read_pairs,
 )
 from experiments.data.translation import generate_sentences, load_multi30k, load_sentences
-from experiments.models.beam import search
+from experiments.models.beam import beam_search
 from experiments.models.seq2seq import Translator
 from experiments.records.run import Run
 from experiments.schedules import halvings
@@ -241,7 +241,7 @@ def test_limits_choose_the_first_pairs(tmp_path):
 
 
 def at_hand(*sets):
-    return any(len(files.search(each)) == len(each.checksums) for each in sets)
+    return any(len(files.search_folders(each)) == len(each.checksums) for each in sets)
 
 
 @pytest.mark.skipif(
@@ -280,7 +280,7 @@ def test_iwslt15_is_read_as_it_is_published(tmp_path, monkeypatch):
 
 IWSLT15_TESTS = [
     Path(folder) / "iwslt15" / f"{name}.{language}"
-    for folder in files.folders()
+    for folder in files.data_folders()
     for name, language in product(("tst2012", "tst2013"), ("vi", "en"))
 ]
 
@@ -485,7 +485,7 @@ def found(net, source, width, limits=None):
     net.eval()
     state = net.encode(source.tokens, source.lengths)
     limits = 2 * source.lengths if limits is None else limits
-    return search(net.advance, state, limits, width, START, END)
+    return beam_search(net.advance, state, limits, width, START, END)
 
 
 def score_of(net, source, words):
@@ -560,7 +560,7 @@ def test_a_better_sentence_behind_a_worse_word_is_found_by_two_beams():
         return table[words], state
 
     limits = torch.tensor([5, 5])
-    one, two = (search(advance, Chain(), limits, width, START, END)[0] for width in (1, 2))
+    one, two = (beam_search(advance, Chain(), limits, width, START, END)[0] for width in (1, 2))
     assert one.words[0] == a and one.score == pytest.approx(math.log(0.3))
     assert two.words == [b, END] and two.score == pytest.approx(math.log(0.4))
 
@@ -723,7 +723,7 @@ def test_what_a_translation_is_compared_with(tmp_path):
         f"+data.path={tmp_path}/x",
     ]
     task = task_of(*words, "+data.source=de", "+data.target=en")
-    beams = task.judge(None)["test_score"]
+    beams = task.scores(None)["test_score"]
     found = task.yardsticks(beams)
     task.net.eval()
     _, greedy = task.translate(task.data.test, torch.arange(len(task.data.test)), width=1)
@@ -737,7 +737,7 @@ def test_what_a_translation_is_compared_with(tmp_path):
 
 
 def test_sentences_to_be_learned_by_heart_are_those_to_be_judged_by():
-    files = translation.search(translation.MULTI30K_PACKED)
+    files = translation.search_folders(translation.MULTI30K_PACKED)
     if len(files) < 6:
         pytest.skip("Multi30k is not at hand")
     corpus = translation.load_by_heart(torch.device("cpu"), limit=5)
