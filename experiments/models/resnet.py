@@ -9,7 +9,7 @@ from experiments.models.layers import conv, he, initialise
 
 
 class PreActBlock(nn.Module):
-    """x + conv(BN-ReLU(conv(BN-ReLU(x)))). With a stride, the first x is convolved 1×1."""
+    """x + conv(BN-ReLU(conv(BN-ReLU(x)))); with a stride, x is replaced by a 1×1 convolution."""
 
     def __init__(self, narrow: int, wide: int, stride: int) -> None:
         super().__init__()

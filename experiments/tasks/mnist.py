@@ -19,9 +19,9 @@ from experiments.task import Step, Task
 
 
 class LinearLayers:
-    """Linear layers without activation: x ↦ (x W1 + b1) W2 + b2 …, and every W is in × out.
+    """Linear layers without activation: x ↦ (x W1 + b1) W2 + b2 …; every W is inputs × outputs.
 
-    All numbers are normal with the given standard deviations, drawn layer by layer.
+    Weights and biases are normal with the given standard deviations, drawn layer by layer.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LinearLayers:
         return x
 
     def as_one(self) -> tuple[Tensor, Tensor]:
-        """The matrix and the bias of the one layer that does the same."""
+        """Return the weight and bias of the single layer with the same output."""
         weight: Tensor = self.weights[-1]
         bias: Tensor = self.biases[-1]
         for w, b in zip(self.weights[-2::-1], self.biases[-2::-1], strict=True):
@@ -59,7 +59,7 @@ class LinearLayers:
 
 
 class LinearClassifier(Task):
-    """Softmax cross-entropy of linear layers; no regularisation, no augmentation."""
+    """Softmax cross-entropy of linear layers, without regularization or augmentation."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class LinearClassifier(Task):
 
 
 def loss_and_accuracy(samples: Samples, weight: Tensor, bias: Tensor) -> Tensor:
-    """Loss and accuracy, left on the device."""
+    """Return loss and accuracy, on the device."""
     output = torch.addmm(bias, samples.images, weight)
-    right = output.argmax(1) == samples.labels
-    return torch.stack([F.cross_entropy(output, samples.labels), right.float().mean()])
+    correct = output.argmax(1) == samples.labels
+    return torch.stack([F.cross_entropy(output, samples.labels), correct.float().mean()])
