@@ -53,10 +53,10 @@ class ImageClassifier(Task):
         self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self.net = initialised(partial(model, classes=self.data.classes), seed)
         self.net.to(device).to(memory_format=self.layout)
-        if trainer.batch % collectives.size():
+        if trainer.batch % collectives.world_size():
             raise ValueError(
                 f"trainer.batch is {trainer.batch}; expected a multiple of "
-                f"{collectives.size()}, the number of processes"
+                f"{collectives.world_size()}, the number of processes"
             )
         net = collectives.shared(self.net, device)
         self.forward = torch.compile(net) if trainer.compile else net
@@ -80,7 +80,7 @@ class ImageClassifier(Task):
         labels = collectives.part(self.data.train.labels.index_select(0, rows))
         # All processes draw for the full batch, so that their generators stay equal.
         images = collectives.part(self.augment(rows))
-        return collectives.mean(F.cross_entropy(self.output(images), labels))
+        return collectives.mean_over_processes(F.cross_entropy(self.output(images), labels))
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)

@@ -21,7 +21,7 @@ from experiments.records.run import Run
 from experiments.records.tracking import is_tracked
 from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.collectives import is_first, size
+from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
 from experiments.training.leader import Following, Leading, Team, Unwritten, team
 from experiments.training.loop import train
@@ -126,7 +126,7 @@ def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, p
             f"task._target_={config.task['_target_']} builds a {type(task).__name__}; "
             "expected a Task or a Measurement: see experiments/task.py"
         )
-    if size() > 1 and not task.divisible:
+    if world_size() > 1 and not task.divisible:
         raise ConfigError(f"{config.experiment} is for one process: start it without torchrun")
     if isinstance(task, Measurement):
         loop = prepare_measurement(config, task)
