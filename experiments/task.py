@@ -97,6 +97,11 @@ class Measurement(ABC):
 
     It gets an optimizer of one scalar parameter (float64, on the CPU) and computes with its rule
     and settings. It takes seconds, so it is not resumable.
+
+    >>> class Rates(Measurement):
+    ...     def __init__(self, seed, device): ...
+    ...     def rows(self, optimizer):
+    ...         yield from ({"lr": optimizer.defaults["lr"] / n} for n in (1, 2, 3))
     """
 
     resumable: ClassVar[bool] = False
