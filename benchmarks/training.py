@@ -30,7 +30,7 @@ from experiments.config.compose import compose
 from experiments.config.schema import Config
 from experiments.data.files import fetch
 from experiments.data.images import Images
-from experiments.data.mnist import FILES
+from experiments.data.mnist import MNIST_FILES
 from experiments.records.record import Record
 from experiments.training.device import set_up_torch
 from experiments.training.execute import length_of, make_optimizers
@@ -106,7 +106,7 @@ class LoaderScript(Script):
 def plain_data(quick: bool) -> Dataset[Any]:
     if quick:
         return datasets.FakeData(300, (1, 28, 28), transform=transforms.ToTensor())
-    folder = fetch(FILES)["train-images-idx3-ubyte"].parents[2]
+    folder = fetch(MNIST_FILES)["train-images-idx3-ubyte"].parents[2]
     return datasets.MNIST(str(folder), transform=transforms.ToTensor())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +19,13 @@ from experiments.records.files import locked
 from experiments.records.record import Record
 from experiments.records.run import Run
 from experiments.records.tracking import is_tracked
-from experiments.task import Task
+from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.collectives import is_first, size
+from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
 from experiments.training.leader import Following, Leading, Team, Unwritten, team
 from experiments.training.loop import train
+from experiments.training.measure import measure
 from experiments.training.signals import ASKED
 
 Tags = Callable[[Run], list[str]]
@@ -85,7 +87,7 @@ def execute_on(
         checkpoint = checkpoint_of(run, device)
         if config.force or not task.resumable:
             checkpoint.remove()
-        length = "" if task.ends else f", {training.keywords['steps']:,} steps"
+        length = f", {training.keywords['steps']:,} steps" if isinstance(task, Task) else ""
         announce(f"{size_of(config)}{length}: {shown(run.folder)}")
         labels = tags(run) if is_tracked(config) else []
         with (
@@ -93,8 +95,8 @@ def execute_on(
             noted_kernels() as kernels,
         ):
             record.about = {"deterministic": deterministic}
-            kept = Leading(checkpoint, members) if task.resumable else None
-            record.status = training(record=record, checkpoint=kept)
+            kept = {"checkpoint": Leading(checkpoint, members)} if task.resumable else {}
+            record.status = training(record=record, **kept)
             same = deterministic and not kernels
             record.about = {"deterministic": same, "not_deterministic": kernels}
         if record.status == "interrupted":
@@ -116,23 +118,41 @@ def follow(device: torch.device, config: Config, members: Team) -> str:
     return training(record=Unwritten(config), checkpoint=Following(begun["state"]))
 
 
-def prepare(config: Config, device: torch.device) -> tuple[Task, partial[str]]:
-    """The task, and its training, which lacks the record and the checkpoint."""
-    task: Task = build(config.task, "task", seed=config.seed, device=device)
-    if size() > 1 and not task.divisible:
+def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, partial[str]]:
+    """The task or measurement, and its loop, which lacks the record and the checkpoint."""
+    task = build(config.task, "task", seed=config.seed, device=device)
+    if not isinstance(task, Task | Measurement):
+        raise ConfigError(
+            f"task._target_={config.task['_target_']} builds a {type(task).__name__}; "
+            "expected a Task or a Measurement: see experiments/task.py"
+        )
+    if world_size() > 1 and not task.divisible:
         raise ConfigError(f"{config.experiment} is for one process: start it without torchrun")
+    if isinstance(task, Measurement):
+        loop = prepare_measurement(config, task)
+    else:
+        loop = prepare_training(config, task)
+    torch.manual_seed(config.seed)  # dropout has no generator of its own
+    title = f"{config.experiment} {config.optimizer_name} seed {config.seed}"
+    return task, partial(loop, title=title)
+
+
+def prepare_training(config: Config, task: Task) -> partial[str]:
     optimizers = make_optimizers(config, task)
     steps, log_every = length_of(config, task)
-    torch.manual_seed(config.seed)  # dropout has no generator of its own
-    return task, partial(
-        train,
-        task,
-        optimizers,
-        steps=steps,
-        log_every=log_every,
-        schedule=make_schedule(config),
-        title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
-    )
+    schedule = make_schedule(config)
+    return partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+
+
+def prepare_measurement(config: Config, task: Measurement) -> partial[str]:
+    if config.schedule is not None:
+        raise ConfigError(f"schedule is set, but {config.experiment} trains nothing: remove it")
+    theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    make_optimizer = build(config.optimizer, "optimizer")
+    with optimizer_errors(config):
+        optimizer = make_optimizer([theta])
+        task.check_optimizer(optimizer)
+    return partial(measure, task, optimizer, steps=config.steps, log_every=config.log_every or 1)
 
 
 def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:
@@ -171,12 +191,19 @@ def shown(path: Path) -> str:
 
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:
     make_optimizer = build(config.optimizer, "optimizer")
-    try:
+    with optimizer_errors(config):
         optimizers = {name: make_optimizer(params) for name, params in task.players().items()}
         if not task.gives_closure and any(map(needs_closure, optimizers.values())):
             raise ValueError("its step() needs a closure, which this experiment does not give")
         task.check_optimizers(optimizers)
-        return optimizers
+    return optimizers
+
+
+@contextmanager
+def optimizer_errors(config: Config) -> Iterator[None]:
+    """Report what an optimizer, or the check of a task, raises as an error of the config."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer={config.optimizer_name} is refused with these settings: {error}"

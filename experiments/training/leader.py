@@ -13,7 +13,7 @@ import torch.distributed as dist
 from experiments.config.schema import Config
 from experiments.records.record import Record
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.collectives import is_first, size
+from experiments.training.collectives import is_first, world_size
 
 
 class Team:
@@ -26,7 +26,7 @@ class Team:
         self.tell({"state": state})
 
     def tell(self, message: dict[str, Any] | None) -> None:
-        if size() > 1 and not self.told:
+        if world_size() > 1 and not self.told:
             dist.broadcast_object_list([message], src=0)
         self.told = True
 

@@ -69,12 +69,12 @@ def test_a_rank_that_torchrun_has_not_given_means_nothing(tmp_path, monkeypatch)
     ("words", "count", "message"),
     [
         (["experiment=mnist_lr"], 2, "mnist_lr is for one process: start it without torchrun"),
-        (WORDS, 3, "a batch of 20 is not for 3 processes"),
+        (WORDS, 3, "batch is 20; expected a multiple of 3, the number of processes"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch, words, count, message):
-    monkeypatch.setattr(collectives, "size", lambda: count)
-    monkeypatch.setattr("experiments.training.execute.size", lambda: count)
+    monkeypatch.setattr(collectives, "world_size", lambda: count)
+    monkeypatch.setattr("experiments.training.execute.world_size", lambda: count)
     run = Run(compose([*words, "scale=smoke", f"results={tmp_path}", "tracking=off"]))
     with pytest.raises(ConfigError, match=message):
         execute(run)
