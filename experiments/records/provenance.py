@@ -9,13 +9,9 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.config.paths import ROOT
-
-if TYPE_CHECKING:
-    pass
-
 
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 

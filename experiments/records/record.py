@@ -16,16 +16,19 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pandas as pd
 
 from experiments.config.schema import Config
-
-if TYPE_CHECKING:
-    pass
 from experiments.records import provenance
-from experiments.records.files import is_locked, remove_drafts, told, write_bytes, write_text
+from experiments.records.files import (
+    is_locked,
+    remove_drafts,
+    reporting_write_errors,
+    write_bytes,
+    write_text,
+)
 from experiments.records.tracking import Mirror
 
 FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
@@ -69,7 +72,7 @@ class Record:
 
     def state_dict(self) -> dict[str, Any]:
         """What was written so far: a checkpoint and its metrics cannot disagree."""
-        with told(self.draft):
+        with reporting_write_errors(self.draft):
             self.file.seek(0)
         return {"metrics": self.file.read(), "step": self.step, "seconds": self.seconds}
 
@@ -113,7 +116,7 @@ class Record:
 
     def close(self, error: BaseException | None) -> None:
         """Put the new record in the place of the old one, unless that is worth more."""
-        with told(self.draft), self.file:
+        with reporting_write_errors(self.draft), self.file:
             self.file.flush()
             os.fsync(self.file.fileno())  # run.json must not call a torn file finished
         if self.status not in FINAL and is_final(self.folder):
