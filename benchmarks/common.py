@@ -38,12 +38,6 @@ def interleave(entrants: Mapping[str, Any], rounds: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def markdown(table: pd.DataFrame) -> str:
-    head = "| " + " | ".join(map(str, table.columns)) + " |"
-    rows = ["| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False)]
-    return "\n".join([head, "|" + "---|" * len(table.columns), *rows])
-
-
 def machine() -> dict[str, Any]:
     return {
         "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.common import command, listed, machine, markdown, write
+from benchmarks.common import command, listed, machine, write
 from benchmarks.kill_and_resume import record_of
 from experiments.config.compose import compose, expand
 from experiments.config.paths import ROOT
+from experiments.products.markdown import markdown_table
 from experiments.records.run import Run
 
 SWEEP = ["experiment=mnist_lr", "optimizer=adam,adashift,amsgrad,sgd", "seed=0,1,2", "tracking=off"]
@@ -174,7 +175,7 @@ def document(table: pd.DataFrame, quick: bool) -> str:
     facts = machine() | {"rounds": int(table["round"].max()) + 1}
     parts = ["# One sweep on every engine"]
     parts += ["**Short runs, for the tests: these times mean nothing.**"] if quick else []
-    parts += [listed(facts), markdown(readable(table)), EXPLANATION]
+    parts += [listed(facts), markdown_table(readable(table)), EXPLANATION]
     return "\n\n".join(parts) + "\n"
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from benchmarks.common import command, listed, machine, markdown, write
+from benchmarks.common import command, listed, machine, write
 from experiments.config.compose import compose
+from experiments.products.markdown import markdown_table
 from experiments.records.run import Run
 from experiments.training.device import pick_device
 from experiments.training.execute import checkpoint_of, execute
@@ -158,7 +159,7 @@ def document(table: pd.DataFrame, passed_over: int, quick: bool) -> str:
     facts = machine() | {"files that were found torn and passed over": passed_over}
     parts = ["# Killed and continued"]
     parts += ["**A few kills, for the tests.**"] if quick else []
-    parts += [listed(facts), markdown(summary(table)), EXPLANATION]
+    parts += [listed(facts), markdown_table(summary(table)), EXPLANATION]
     return "\n\n".join(parts) + "\n"
 
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 import adashift
 from adashift import AdaShift
-from benchmarks.common import command, interleave, listed, machine, markdown, write
+from benchmarks.common import command, interleave, listed, machine, write
+from experiments.products.markdown import markdown_table
 from experiments.products.style import styles
 from experiments.records.provenance import processor
 
@@ -346,10 +347,10 @@ def document(table: pd.DataFrame, quick: bool) -> str:
         goals[column] = [f"{x:.2f}" if np.isfinite(x) else "–" for x in goals[column]]
     parts = ["# Time per step of the optimizers"]
     parts += ["**Small lists, for the tests: these times mean nothing.**"] if quick else []
-    parts += [provenance(quick), "\n".join(sizes), markdown(readable(table))]
+    parts += [provenance(quick), "\n".join(sizes), markdown_table(readable(table))]
     parts += [EXPLANATION.format(copies=copies).strip()]
     parts += ["## Goals", "Ratios of times over a cycle; – where a contender is not installed."]
-    return "\n\n".join([*parts, markdown(goals)]) + "\n"
+    return "\n\n".join([*parts, markdown_table(goals)]) + "\n"
 
 
 def bars(ax: Axes, rows: pd.DataFrame, colors: Sequence[str]) -> None:

@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
-from benchmarks.common import command, interleave, listed, machine, markdown, write
+from benchmarks.common import command, interleave, listed, machine, write
 from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.schema import Config
 from experiments.data.files import fetch
 from experiments.data.images import Images
 from experiments.data.mnist import FILES
+from experiments.products.markdown import markdown_table
 from experiments.records.record import Record
 from experiments.training.device import set_up_torch
 from experiments.training.execute import length_of, make_optimizers
@@ -272,7 +273,7 @@ def section(title: str, part: pd.DataFrame, explanation: str) -> list[str]:
         "chunk": f"{part['chunk'].max()} batches ({least['contender']} {least['chunk']})",
         "rounds": part["rounds"].max(),
     }
-    return [f"## {title}", listed(facts), markdown(readable(part)), explanation]
+    return [f"## {title}", listed(facts), markdown_table(readable(part)), explanation]
 
 
 def document(loop: pd.DataFrame, images: pd.DataFrame, quick: bool) -> str:

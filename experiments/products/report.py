@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from PIL import Image
 
 from experiments.products.claims import WORST_FIRST, read_verdicts, said
 from experiments.products.figures import crosses, labels, prefix_of
+from experiments.products.markdown import as_html, markdown_table
 from experiments.products.specs import Spec, everything, load_spec, spec_path
 from experiments.products.style import label_of, looks_of
 from experiments.records import index
@@ -203,23 +203,23 @@ def overview(products: Sequence[Product]) -> str:
         "published before records were kept; the records of their runs will follow.",
     ]
     for kind, heading in KINDS.items():
-        members = [product for product in products if product.kind == kind]
-        lines += ["", f"## {heading}", "", *table_of(members)]
+        if rows := [overview_row(product) for product in products if product.kind == kind]:
+            lines += ["", f"## {heading}", "", markdown_table(pd.DataFrame(rows))]
     return "\n".join(lines) + "\n"
 
 
-def table_of(products: Sequence[Product]) -> list[str]:
-    head = (
-        "", "the paper", "what we see", "scale", "seeds", "time", "command", "verdict", "records",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for p in products:
-        cells = (
-            link(p), p.spec.shows or p.subject, p.seen, p.scale, str(p.spec.seeds), p.time,
-            f"`{p.command}`", p.verdict, p.records,
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return lines
+def overview_row(product: Product) -> Row:
+    return {
+        "": link(product),
+        "the paper": product.spec.shows or product.subject,
+        "what we see": product.seen,
+        "scale": product.scale,
+        "seeds": str(product.spec.seeds),
+        "time": product.time,
+        "command": f"`{product.command}`",
+        "verdict": product.verdict,
+        "records": product.records,
+    }
 
 
 def link(product: Product) -> str:
@@ -237,7 +237,7 @@ def render(products: Sequence[Product]) -> str:
     environment = jinja2.Environment(
         loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"embedded": embedded, "as_html": as_html}
+    environment.filters |= {"embedded": embedded, "page_as_html": page_as_html}
     claims = [row for product in products for row in product.claims]
     rows = list(products[0].index.values()) if products else []
     data = {
@@ -350,25 +350,6 @@ def short(value: float) -> float | None:
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
-def as_html(path: Path) -> str:
-    """The tables and paragraphs of a Markdown page that this project wrote, without its title."""
-    blocks = path.read_text().strip().split("\n\n")
-    return "\n".join(block_as_html(block) for block in blocks if not block.startswith("#"))
-
-
-def block_as_html(block: str) -> str:
-    if not block.startswith("|"):
-        return f"<p>{inline(block)}</p>"
-    head, _, *rows = [
-        [inline(cell) for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
-        for line in block.splitlines()
-    ]
-    cells = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'
-
-
-def inline(text: str) -> str:
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text.strip().replace(r"\|", "|")))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+def page_as_html(path: Path) -> str:
+    """Return a Markdown page of this project as HTML, without its title in the first line."""
+    return as_html(path.read_text().partition("\n")[2])

@@ -13,7 +13,6 @@ import pytest
 
 from experiments.config.paths import ROOT
 from experiments.products.report import (
-    as_html,
     duration,
     load_products,
     numbers,
@@ -82,16 +81,6 @@ def test_the_page_is_one_small_file_without_addresses(results):
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)[^"']*""", page)
     assert not re.findall(r"url\((?!#)|@import", page)
     assert f"{ROOT}/" not in page and f"{Path.home()}/" not in page
-
-
-def test_a_hostile_text_cannot_leave_its_place(tmp_path):
-    page = tmp_path / "a.md"
-    page.write_text("# title\n\na <b> & **c** `d`\n\n| | x \\| y |\n|---|---|\n| <script> | 1 |\n")
-    assert as_html(page) == (
-        "<p>a &lt;b&gt; &amp; <b>c</b> <code>d</code></p>\n"
-        '<div class="scroll"><table><thead><tr><th></th><th>x | y</th></tr></thead>'
-        "<tbody><tr><td>&lt;script&gt;</td><td>1</td></tr></tbody></table></div>"
-    )
 
 
 def test_a_curve_is_thinned_and_keeps_its_end():
