@@ -112,3 +112,13 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path, monkeypatch):
     path.write_bytes(lzma.compress(bytes(10_000)))
     with pytest.raises(RecordsError, match="more than 1,000 bytes"):
         archive.unpack(path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_many_metrics_are_written_without_a_warning(tmp_path):
+    """pandas warns if a frame has more than 100 blocks, here one for each metric."""
+    wide = pd.DataFrame({"step": [1], **{f"metric {i}": [float(i)] for i in range(200)}})
+    run = Published({"status": "finished"}, wide)
+    runs = {f"adam-12345678/seed={seed}": run for seed in range(2)}
+    archive.save(tmp_path, "valley", runs)
+    archive.save(tmp_path, "valley", dict(archive.load(tmp_path, "valley")))
