@@ -159,7 +159,7 @@ def load_products(*places: Place) -> list[Product]:
     for folder, suffix in reversed(places):
         found = read_verdicts(folder / f"claims{suffix}.csv").items()
         verdicts |= {i: row for i, row in found if row["verdict"] != "not run" or i not in verdicts}
-        rows |= index.read(folder / f"runs{suffix}.csv")
+        rows |= index.read_index(folder / f"runs{suffix}.csv")
     products = []
     for kind, name in everything():
         each = [Product(kind, name, folder, verdicts, rows, suffix) for folder, suffix in places]
@@ -242,7 +242,7 @@ def render(products: Sequence[Product]) -> str:
     rows = list(products[0].index.values()) if products else []
     data = {
         "panels": {p.name: panels_of(p) for p in products},
-        "columns": index.COLUMNS,
+        "columns": index.INDEX_COLUMNS,
         "runs": [list(row.values()) for row in rows],
     }
     return environment.get_template("report.html").render(

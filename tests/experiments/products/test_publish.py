@@ -372,7 +372,7 @@ def test_time_is_not_wasted_on_an_archive_that_nobody_needs(lab, monkeypatch):
     lab("figure", "1")
     lab("publish")
     start = time.monotonic()
-    monkeypatch.setattr(archive, "read", lambda *_: pytest.fail("the archive was read"))
+    monkeypatch.setattr(archive, "read_runs", lambda *_: pytest.fail("the archive was read"))
     assert all(run.done for run in lab.runs()) and time.monotonic() - start < 5
     assert Run(compose([*lab.words])).status == "missing"
 

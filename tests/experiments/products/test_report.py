@@ -133,7 +133,7 @@ def choose(page, control, value):
 
 @needs_chromium
 def test_the_filters_of_runs_work(page):
-    rows = list(index.read(PUBLISHED / "runs.csv").values())
+    rows = list(index.read_index(PUBLISHED / "runs.csv").values())
     count = "document.querySelector('#run-filters output').textContent"
     assert page.value(count) == f"{len(rows)} of {len(rows)}"
     for key in ("experiment", "optimizer", "status"):
