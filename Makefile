@@ -19,7 +19,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
-        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines torture fuzz test lint \
+        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines kill-and-resume fuzz test lint \
         audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
@@ -99,8 +99,8 @@ bench-training: $(READY)
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
-##   torture                kill trainings 50 times, continue them, compare their records: results/benchmarks/
-torture: $(READY)
+##   kill-and-resume        kill trainings 50 times, resume them, compare their records: results/benchmarks/
+kill-and-resume: $(READY)
 	@$(PY) -m benchmarks.kill_and_resume $(ARGS)
 
 ##

@@ -101,13 +101,13 @@ def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def status(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.products.status import lines_of, strays
+    from experiments.products.status import status_lines, strays
 
     known = set[Path]()
     for kind, name in asked_for(names) if names else everything():
         runs = all_runs(load_spec(kind, name).expand(overrides))
         known |= {run.folder for run in runs}
-        print("\n".join(lines_of(f"{kind} {name}", runs, full=bool(names))), flush=True)
+        print("\n".join(status_lines(f"{kind} {name}", runs, full=bool(names))), flush=True)
     for line in [] if names else strays(compose(overrides).results, known):
         print(line)
 
@@ -142,12 +142,12 @@ def verify(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.products.dashboard import publish
+    from experiments.products.dashboard import publish_dashboard
 
     tracking = compose(overrides).tracking
     entity = account(tracking)
     figures = {f"figure-{path.stem}": load_spec("figure", path.stem) for path in specs("figure")}
-    print(publish(figures, entity, tracking.project))
+    print(publish_dashboard(figures, entity, tracking.project))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from filelock import FileLock, Timeout
 
 DEFAULT = Path(__file__).resolve().parents[2] / "data"
 TIMEOUT = 10  # seconds without a byte, before the next mirror is tried
@@ -225,14 +226,15 @@ def first_writable(places: Iterable[Path]) -> Path:
 
 @contextmanager
 def only_process(cache: Path, name: str) -> Iterator[None]:
-    """Hold the folder's lock; the system releases it if this process dies."""
-    with (cache / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: waiting for another process that downloads data", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        for left in cache.glob(PARTIAL + "*"):  # of a killed process, since we hold the lock
+    """Hold the lock of the folder; the system releases it if this process is killed."""
+    lock = FileLock(cache / ".lock", fallback_to_soft=False)
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        print(f"{name}: waiting for another process that downloads data", file=sys.stderr)
+        held = lock.acquire()
+    with held:
+        for left in cache.glob(PARTIAL + "*"):  # of a killed process: only one holds the lock
             shutil.rmtree(left, ignore_errors=True)
         yield
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from scipy.special import stdtrit
 
 from experiments.config.errors import ConfigError, one_line_errors
+from experiments.products.markdown import markdown_table
 from experiments.products.specs import Spec
 from experiments.records.files import write_if_changed
 from experiments.records.index import WITHOUT, read_rows
@@ -271,13 +272,18 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "",
         f"**{len(rows)} claims. {', '.join(counts)}.**",
         "",
-        "| id | place | claim | verdict | numbers | seeds | scale |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        claim = r["claim"] + (f" *({r['why']})*" if r["why"] else "")
-        numbers = r["numbers"].replace("; ", "<br>")
-        verdict = f"**{said(r)}**"
-        cells = (r["id"], r["place"], claim, verdict, numbers, r["seeds"], r["scale"])
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, markdown_table(pd.DataFrame(map(cells, rows)))]) + "\n"
+
+
+def cells(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row of the page."""
+    return {
+        "id": row["id"],
+        "place": row["place"],
+        "claim": row["claim"] + (f" *({row['why']})*" if row["why"] else ""),
+        "verdict": f"**{said(row)}**",
+        "numbers": row["numbers"].replace("; ", "<br>"),
+        "seeds": row["seeds"],
+        "scale": row["scale"],
+    }

@@ -1,4 +1,4 @@
-"""A W&B report with a section for every figure: its curves by setting, with the seeds as a band."""
+"""A W&B report with a section for every figure: curves by setting, with a band over the seeds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from experiments.products.specs import Spec
 TITLE = "AdaShift: every figure of the paper"
 
 
-def publish(specs: dict[str, Spec], entity: str, project: str) -> str:
-    """Save the report and return its address; `specs` has the tag of each figure."""
+def publish_dashboard(specs: dict[str, Spec], entity: str, project: str) -> str:
+    """Save the report and return its URL; the keys of `specs` are the tags of the figures."""
     report = make_report(specs, entity, project)
     report.save()
     return str(report.url)
@@ -22,7 +22,7 @@ def make_report(specs: dict[str, Spec], entity: str, project: str) -> Any:
     try:
         import wandb_workspaces.reports.v2 as wr
     except ImportError as error:
-        raise ConfigError("W&B's library for reports is not there: make setup-cluster") from error
+        raise ConfigError("wandb-workspaces is not installed: run make setup-cluster") from error
     blocks: list[Any] = [wr.TableOfContents()]
     for tag, spec in specs.items():
         runs = wr.Runset(

@@ -136,7 +136,8 @@ def keep_index(product: str, groups: Groups) -> None:
     """Bring runs.csv up to date for one product."""
     with one_at_a_time(groups):
         products = {f"{kind}-{name}" for kind, name in everything()}
-        index.update(place(groups, "runs").with_suffix(".csv"), product, all_runs(groups), products)
+        path = place(groups, "runs").with_suffix(".csv")
+        index.update_index(path, product, all_runs(groups), products)
 
 
 def judge(spec: Spec, groups: Groups) -> list[dict[str, str]]:

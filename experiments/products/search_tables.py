@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from experiments.config.errors import one_line_errors
 from experiments.products.claims import interval, values
 from experiments.products.figures import Group, draw, scale_of, shaded
+from experiments.products.markdown import markdown_table
 from experiments.products.specs import Spec
 from experiments.products.tables import refuse_missing
 from experiments.records.files import write_text
@@ -188,18 +189,16 @@ def page(spec: Spec, rule: Rule, table: pd.DataFrame, about: str) -> str:
         "95 % interval. The best was chosen with these seeds, so its lead is in part luck; the "
         "other metrics had no say. Every setting that was tried is in the csv of the same name."
     )
-    parts = [f"# {spec.title}", about, text, markdown(table, partial(chosen_row, rule=rule))]
+    parts = [f"# {spec.title}", about, text, by_optimizer(table, partial(chosen_row, rule=rule))]
     for metric in rule.beside:
-        parts.append(markdown(table, partial(beside_row, metric=metric)))
+        parts.append(by_optimizer(table, partial(beside_row, metric=metric)))
     return "\n\n".join(parts) + "\n"
 
 
-def markdown(table: pd.DataFrame, make_row: Callable[[pd.DataFrame], dict[str, str]]) -> str:
+def by_optimizer(table: pd.DataFrame, make_row: Callable[[pd.DataFrame], dict[str, str]]) -> str:
     """A line for each optimizer."""
-    rows = {label: make_row(part) for label, part in table.groupby("optimizer", sort=False)}
-    heads = ["optimizer", *next(iter(rows.values()))]
-    lines = [heads, ["---"] * len(heads), *([label, *row.values()] for label, row in rows.items())]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = table.groupby("optimizer", sort=False)
+    return markdown_table(pd.DataFrame([{"optimizer": x} | make_row(part) for x, part in parts]))
 
 
 def chosen_row(part: pd.DataFrame, rule: Rule) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from experiments.config.errors import ConfigError, one_line_errors
 from experiments.products.claims import interval, values
+from experiments.products.markdown import markdown_table
 from experiments.products.specs import Spec
 from experiments.records.files import write_text
 from experiments.records.run import Groups, Run
@@ -99,13 +100,13 @@ def page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
     ]
     lines += [spec.note, ""] if spec.note else []
     names = list(table["column"].unique())
-    lines += [f"| | paper | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    rows = []
     for label, group in table.groupby("", sort=False):
         numbers = map(shown, group["ours"], group["low"], group["high"])
-        cells = dict(zip(group["column"], numbers, strict=True))
         paper = group["paper"].iloc[0]
-        cells["paper"] = "" if pd.isna(paper) else f"{paper:.6g}"
-        lines.append(f"| {label} | {' | '.join(cells.get(n, '') for n in ['paper', *names])} |")
+        cells = {"": label, "paper": "" if pd.isna(paper) else f"{paper:.6g}"}
+        rows.append(cells | dict(zip(group["column"], numbers, strict=True)))
+    lines.append(markdown_table(pd.DataFrame(rows, columns=["", "paper", *names]).fillna("")))
     return "\n".join(lines) + "\n"
 
 

@@ -111,7 +111,7 @@ def between_hidden_layers(weights: list[Parameter]) -> Parameter:
     return weights[1]
 
 
-def metrics(rows: list[Row]) -> dict[str, float]:
+def metrics(rows: list[CorrelationSummary]) -> dict[str, float]:
     """Return means and standard deviations over elements; `largest` is the largest |mean| of n > 0.
 
     non/beta2=0.9/n=0 is Adam's value: its v contains g_t.

@@ -128,7 +128,7 @@ def made(tmp_path, rows):
 def test_one_number_a_row_needs_no_columns(tmp_path):
     table, page = made(tmp_path, "[{label: Adam, run: adam, metric: theta, paper: 0.5}]")
     assert list(table.columns)[1:] == ["ours", "low", "high", "n", "paper"]
-    assert "| | paper | ours |" in page and "| Adam | 0.5 | " in page
+    assert "|  | paper | ours |" in page and "| Adam | 0.5 | " in page
 
 
 def test_rows_that_are_counted_off(tmp_path):
@@ -144,7 +144,7 @@ def test_a_cell_without_a_number_stays_empty(tmp_path):
   - {label: b, columns: {y: {run: adashift, metric: theta}}}
 """
     table, page = made(tmp_path, rows)
-    assert len(table) == 3 and "| b |  |  | " in page and "| | paper | x | y |" in page
+    assert len(table) == 3 and "| b |  |  | " in page and "|  | paper | x | y |" in page
 
 
 @pytest.mark.parametrize(

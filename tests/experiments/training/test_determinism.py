@@ -17,7 +17,7 @@ def torch_is_as_it_was():
 
 @pytest.mark.parametrize("experiment", ["wgan_gp", "nmt"])
 def test_on_a_cpu_it_is_the_default_and_changes_no_bit(tmp_path, experiment):
-    """So it is no part of what a run is. Across processes it is the torture that compares."""
+    """So it is no part of what a run is. `make kill-and-resume` compares processes."""
     usual, free = (
         run_of(tmp_path / value, experiment, f"deterministic={value}")
         for value in ("null", "false")

@@ -11,7 +11,7 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.products.specs import load_spec
-from experiments.products.status import lines_of
+from experiments.products.status import status_lines
 from experiments.records.files import WriteError, locked
 from experiments.records.record import KILLED
 from experiments.records.run import Run
@@ -117,7 +117,7 @@ def test_a_run_that_fails_does_not_stop_the_others(sweep, capsys):
         sweep(Engine(train), "seed=0,1,2")
     runs = sweep.runs([0, 1, 2])
     assert [run.status for run in runs] == ["finished", "failed", "finished"]
-    shown = lines_of("sweep", runs)  # though it had not begun
+    shown = status_lines("sweep", runs)  # though it had not begun
     assert "1 failed of 3 runs" in shown[0] and "memory" in shown[1]
     assert shown[2].strip() == runs[1].command()
     told = capsys.readouterr().err.splitlines()
