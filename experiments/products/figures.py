@@ -7,7 +7,7 @@ looks like in conf/figure/_style.yaml.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import hydra.utils
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -24,10 +23,10 @@ from matplotlib.colors import CenteredNorm, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from experiments.products.specs import Spec
+from experiments.products.schema import CurvesPanel, HeatmapPanel, Panel, Spec
 from experiments.products.style import Look, label_of, looks_of
 from experiments.records.files import write_if_changed
-from experiments.records.run import Run
+from experiments.records.run import Groups, Run
 
 plt.rcParams.update(
     {
@@ -43,8 +42,11 @@ plt.rcParams.update(
 )
 
 
+DrawFunction = Callable[[Axes, Sequence["RunGroup"], Any], pd.DataFrame]  # Any: its own panel
+
+
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The finished runs behind one name of a spec, one per seed."""
 
     name: str
@@ -63,11 +65,11 @@ class Group:
 
     def table(self, metric: str) -> pd.DataFrame:
         """Step × seed; a run that diverged ends early."""
-        columns = {r.config.seed: values_of(r, metric) for r in self.runs}
+        columns = {r.config.seed: metric_series(r, metric) for r in self.runs}
         return pd.DataFrame(columns)
 
 
-def values_of(run: Run, metric: str) -> pd.Series:
+def metric_series(run: Run, metric: str) -> pd.Series:
     """Step → value; a run that diverged may have been too spoilt to be judged even once."""
     metrics = run.metrics().set_index("step")
     if run.status == "diverged" and metric not in metrics:
@@ -75,7 +77,9 @@ def values_of(run: Run, metric: str) -> pd.Series:
     return metrics[metric]
 
 
-def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
+def draw_figure(
+    spec: Spec, groups: Groups, stem: Path, functions: Mapping[str, DrawFunction] | None = None
+) -> bool:
     """Write stem.png, stem.pdf and stem.csv; return whether one of them is new or has changed."""
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
@@ -84,9 +88,9 @@ def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
     )
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
-        letter = panel["title"].split()[0].strip("()")
-        data = draw_panel(ax, dict(panel), groups)
-        numbers.append(data.assign(panel=letter)[["panel", *data.columns.drop("panel", "ignore")]])
+        data = draw_panel(ax, panel, groups, (functions or FUNCTIONS)[panel.draw])
+        columns_after = data.columns.drop("panel", "ignore")
+        numbers.append(data.assign(panel=panel.letter)[["panel", *columns_after]])
     for ax in axes.flat[len(spec.panels) :]:
         ax.remove()
     finish(figure, spec, groups)
@@ -105,55 +109,33 @@ def rendered(figure: Figure, form: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def draw_panel(
-    ax: Axes, panel: dict[str, Any], groups: Mapping[str, Sequence[Run]]
-) -> pd.DataFrame:
-    title, target, names = panel.pop("title"), panel.pop("draw"), panel.pop("runs")
-    ax.set_title(title, fontsize=10)
-    ax.set(**panel.pop("axes", {}))
-    members = [named(name, label, groups) for name, label in labels(names).items()]
-    data = hydra.utils.get_method(target)(ax, shaded(members), **panel)
-    assert isinstance(data, pd.DataFrame)
-    return data
+def draw_panel(ax: Axes, panel: Panel, groups: Groups, function: DrawFunction) -> pd.DataFrame:
+    ax.set_title(panel.title, fontsize=10)
+    ax.set(**panel.axes.model_dump(exclude_unset=True))
+    members = [run_group(name, label, groups) for name, label in panel.runs.items()]
+    return function(ax, shaded(members), panel)
 
 
-def labels(names: Any) -> dict[str, str | None]:
-    """`[adam, amsgrad]` or `{adam: a label of its own}`."""
-    return dict(names) if isinstance(names, dict) else dict.fromkeys(names)
-
-
-def named(name: str, label: str | None, groups: Mapping[str, Sequence[Run]]) -> Group:
+def run_group(name: str, label: str | None, groups: Groups) -> RunGroup:
     runs = groups[name]
-    return Group(name, label or label_of(runs[0].config.optimizer_name), runs)
+    return RunGroup(name, label or label_of(runs[0].config.optimizer_name), runs)
 
 
-def shaded(members: Sequence[Group]) -> list[Group]:
+def shaded(members: Sequence[RunGroup]) -> list[RunGroup]:
     """Curves of one optimizer share its colour and differ in their shade and dashes."""
     looks = looks_of([group.optimizer for group in members])
     return [replace(group, look=look) for group, look in zip(members, looks, strict=True)]
 
 
-def curves(
-    ax: Axes,
-    groups: Sequence[Group],
-    metric: str,
-    legend: Any = "best",
-    smooth: int = 1,
-    orders: bool = False,
-) -> pd.DataFrame:
-    """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
-
-    With `smooth`, each run is first averaged over so many records, and the mean as it was recorded
-    stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
-    that are orders of magnitude apart a mean would show the worst alone.
-    """
-    table = pd.concat([numbers_of(group, metric, smooth, orders) for group in groups])
+def curves(ax: Axes, groups: Sequence[RunGroup], panel: CurvesPanel) -> pd.DataFrame:
+    smooth, orders = panel.smooth, panel.orders
+    table = pd.concat([numbers_of(group, panel.metric, smooth, orders) for group in groups])
     for group in groups:
         part = table[table["curve"] == group.label].set_index("step")
         draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    ax.legend(loc=legend, fontsize=8)
+    ax.legend(loc=panel.legend, fontsize=8)
     return table
 
 
@@ -162,7 +144,7 @@ def prefix_of(smooth: int, orders: bool) -> str:
     return ("log10_" if orders else "") + ("smooth_" if smooth > 1 else "")
 
 
-def draw_curve(ax: Axes, part: pd.DataFrame, group: Group, prefix: str, orders: bool) -> None:
+def draw_curve(ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, orders: bool) -> None:
     def shown(values: pd.Series) -> pd.Series:
         return 10.0**values if orders else values
 
@@ -194,7 +176,7 @@ def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
-def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
+def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
     """What is drawn of one curve: a row for each step."""
     raw = np.log10(group.table(metric)) if orders else group.table(metric)
     table = box_mean(raw, smooth)
@@ -238,52 +220,38 @@ def box_mean(table: pd.DataFrame, width: int) -> pd.DataFrame:
     return means.where(table.notna())
 
 
-def heatmap(
-    ax: Axes,
-    groups: Sequence[Group],
-    metric: str,
-    contours: str | None = None,
-    contour_label: str = "",
-    contour_levels: Sequence[float] | None = None,
-    where: str | None = None,
-    where_label: str = "",
-    centered: bool = False,
-    middle: str = "mean",
-) -> pd.DataFrame:
-    """A metric over β1 (x) and β2 (y), the `middle` (mean or median) over the seeds.
-
-    `contours` names a second metric, drawn as lines over the first; cells in which the metric
-    `where` is 0 are grey; `centered` makes 0 the middle of the colours and draws its line.
-    """
+def heatmap(ax: Axes, groups: Sequence[RunGroup], panel: HeatmapPanel) -> pd.DataFrame:
     (group,) = groups
-    wanted = [name for name in (metric, contours, where) if name]
+    wanted = [name for name in (panel.metric, panel.contours, panel.where) if name]
     cells = pd.concat([run.metrics() for run in group.runs])
-    table = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
-    x, y, z = grid_of(table, metric)
-    if where:
-        z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)
+    table = cells.groupby(["beta2", "beta1"])[wanted].agg(panel.middle).reset_index()
+    x, y, z = grid_of(table, panel.metric)
+    if panel.where:
+        z = np.ma.masked_where(grid_of(table, panel.where)[2] < 0.5, z)
     limit = np.abs(z).max()
-    look = CenteredNorm(halfrange=limit) if centered else LogNorm(z.min(), z.max())
-    colors = "RdBu_r" if centered else "viridis"
+    look = CenteredNorm(halfrange=limit) if panel.centered else LogNorm(z.min(), z.max())
+    colors = "RdBu_r" if panel.centered else "viridis"
     image = ax.pcolormesh(x, y, z, norm=look, cmap=colors, shading="nearest", rasterized=True)
     ax.grid(False)
     ax.set_facecolor("0.7")
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
-    if not centered:
+    if not panel.centered:
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         bar.ax.yaxis.set_major_formatter(ScalarFormatter())
         bar.ax.yaxis.set_minor_locator(NullLocator())
-    if centered:
+    if panel.centered:
         ax.contour(x, y, z, levels=[0], colors="black", linewidths=1)
         ax.plot([], [], color="black", lw=1, label="0")
-    if contours:
-        lines = ax.contour(x, y, grid_of(table, contours)[2], contour_levels, colors="white")
+    if panel.contours:
+        lines = ax.contour(
+            x, y, grid_of(table, panel.contours)[2], panel.contour_levels, colors="white"
+        )
         lines.set_linewidth(1)
         ax.clabel(lines, fontsize=7, fmt="%g")
-        ax.plot([], [], color="white", lw=1, label=contour_label)
-    if where:
-        ax.fill_between([], [], color="0.7", label=where_label)
-    if centered or contours or where:
+        ax.plot([], [], color="white", lw=1, label=panel.contour_label)
+    if panel.where:
+        ax.fill_between([], [], color="0.7", label=panel.where_label)
+    if panel.centered or panel.contours or panel.where:
         ax.legend(loc="lower left", fontsize=7, facecolor="0.35", labelcolor="white", frameon=True)
     return table.assign(n=len(group.runs))
 
@@ -293,7 +261,10 @@ def grid_of(table: pd.DataFrame, metric: str) -> tuple[Any, Any, Any]:
     return grid.columns.to_numpy(), grid.index.to_numpy(), grid.to_numpy()
 
 
-def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> None:
+FUNCTIONS: dict[str, DrawFunction] = {"curves": curves, "heatmap": heatmap}
+
+
+def finish(figure: Figure, spec: Spec, groups: Groups) -> None:
     """Title, and on the face of the figure: scale, seeds, and what a careful reader asks."""
     scale = scale_of(groups)
     figure.suptitle(spec.title, fontsize=11)
@@ -306,6 +277,6 @@ def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> N
         )
 
 
-def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
+def scale_of(groups: Groups) -> str:
     scales = sorted({run.config.scale for runs in groups.values() for run in runs})
     return " and ".join(scales)

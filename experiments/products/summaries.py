@@ -5,9 +5,10 @@ Each takes the metrics of a run, a row per step, and the name of the metric.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 
 def first(metrics: pd.DataFrame, metric: str) -> float:
@@ -73,6 +74,8 @@ def early_mean(metrics: pd.DataFrame, metric: str) -> float:
 
 def trend(metrics: pd.DataFrame, metric: str) -> float:
     """Rank correlation with the step: 1 if it only rises, −1 if it only falls."""
+    from scipy.stats import spearmanr  # slow to import, and specs are checked without it
+
     rows = metrics.dropna(subset=metric)
     return float(spearmanr(rows["step"], rows[metric]).statistic)
 
@@ -97,3 +100,19 @@ def differs_from_exact(metrics: pd.DataFrame, metric: str) -> float:
     """The share of cells in which a metric is not what the column `exact` says."""
     cells = metrics.dropna(subset=[metric, "exact"])
     return float((cells[metric] != cells["exact"]).mean())
+
+
+STATISTICS: dict[str, Callable[[pd.DataFrame, str], float]] = {
+    function.__name__: function
+    for function in (
+        first, last, mean, largest, smallest, median, tail_mean, tail_log10, tail_log10_sd, tail_sd,
+        rise_log10, early_mean, trend, falls_along_beta1, falls_along_beta2, differs_from_exact,
+    )
+}  # fmt: skip
+
+# statistic → metrics that it reads beside the one that it is asked for
+OTHER_METRICS = {
+    "falls_along_beta1": ["beta1", "beta2"],
+    "falls_along_beta2": ["beta1", "beta2"],
+    "differs_from_exact": ["exact"],
+}

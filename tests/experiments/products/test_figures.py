@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.products.figures import Group, box_mean, curves
+from experiments.products.figures import RunGroup, box_mean, curves
+from experiments.products.schema import CurvesPanel
 
 
 @dataclass
@@ -29,7 +30,8 @@ class FakeRun:
 
 def drawn(*runs, **options):
     ax = Figure().subplots()
-    return ax, curves(ax, [Group("adam", "Adam", runs)], "x", **options)
+    panel = CurvesPanel(title="(a) x", metric="x", runs=["adam"], **options)
+    return ax, curves(ax, [RunGroup("adam", "Adam", runs)], panel)
 
 
 def test_without_smoothing_there_is_one_line_and_no_other_columns():

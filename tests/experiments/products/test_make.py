@@ -1,5 +1,6 @@
 """From a command to a file: figures, tables and claims at smoke scale, as a user asks for them."""
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from PIL import Image
 from experiments import __main__ as cli
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.config.paths import CONF, ROOT
+from experiments.config.paths import CONF, ROOT, choices_of
 from experiments.products import make, style
 from experiments.products import specs as specs_module
+from experiments.products.schema import Comparison
 from experiments.products.specs import load_spec, specs
 from experiments.records.record import hash_metrics
 from experiments.records.run import Run
@@ -39,7 +41,16 @@ def test_every_pair_of_conf_runs(results, experiment, optimizer):
     run = Run(compose([*pair, "scale=smoke", f"results={results}", "tracking=off"]))
     assert execute(run) == "finished"
     metrics = run.metrics()
-    assert len(metrics.columns) > 1 and 1 <= metrics["step"].iloc[-1] <= (run.config.steps or 10)
+    assert 1 <= metrics["step"].iloc[-1] <= (run.config.steps or 10)
+    recorded, declared = {*metrics.columns} - {"step"}, run.config.metrics
+    assert [m for m in recorded if not any(fnmatch.fnmatchcase(m, p) for p in declared)] == []
+    assert [p for p in declared if not fnmatch.filter(recorded, p)] == []
+    assert declared[0] in recorded, "the main metric is a name, not a pattern"
+
+
+def test_every_experiment_has_a_tuned_pair():
+    """So that the test above covers every file of conf/experiment."""
+    assert {experiment for experiment, _ in TUNED} == {*choices_of("experiment")}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in specs("figure")])
@@ -101,7 +112,7 @@ def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
 
 def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path):
     """The scale stands on the face of the figure, in a colour that nothing else has."""
-    from experiments.products.figures import draw
+    from experiments.products.figures import draw_figure
 
     ask(results, "figure", "1")
     with Image.open(results / "figures/figure-01-smoke.png") as image:
@@ -109,17 +120,17 @@ def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path)
     assert any(r > 150 and g < 60 and b < 60 for _, (r, g, b) in corner.getcolors(10**6))
     spec = load_spec("figure", "01")
     groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
-    assert draw(spec, groups, tmp_path / "again")
-    assert not draw(spec, groups, tmp_path / "again")
+    assert draw_figure(spec, groups, tmp_path / "again")
+    assert not draw_figure(spec, groups, tmp_path / "again")
     (tmp_path / "again.pdf").unlink()
-    assert draw(spec, groups, tmp_path / "again")
+    assert draw_figure(spec, groups, tmp_path / "again")
 
 
 def test_claims_are_judged_and_written(results, capsys):
     ask(results, "claims")
     page = (results / "claims-smoke.md").read_text()
     wanted = {
-        c["id"]
+        c.id
         for kind in ("claim", "figure")
         for p in specs(kind)
         for c in load_spec(kind, p.stem).claims
@@ -274,8 +285,9 @@ def test_a_changed_claim_is_judged_again(results, capsys, monkeypatch):
     """The picture is up to date, the verdict is not."""
     ask(results, "figure", "1")
     spec = load_spec("figure", "01")
-    other = [{**spec.claims[0], "parts": [{"left": "adam", "relation": "below", "right": -1e9}]}]
-    changed = spec.model_copy(update={"claims": other})
+    part = Comparison(left="adam", relation="below", right=-1e9)
+    other = spec.claims[0].model_copy(update={"parts": [part]})
+    changed = spec.model_copy(update={"claims": [other]})
     capsys.readouterr()
     with monkeypatch.context() as m:
         m.setattr(make, "load_spec", lambda kind, name: changed)

@@ -15,7 +15,8 @@ from experiments.config.compose import compose, config_source, expand, sweep_poi
 from experiments.config.errors import ConfigError
 from experiments.config.paths import CONF, ROOT, choices_of
 from experiments.products import search_tables, specs
-from experiments.products.search_tables import Rule, judge_search, write_grid
+from experiments.products.schema import SearchRule
+from experiments.products.search_tables import judge_search, write_search_table
 from experiments.products.specs import figures_using, load_spec
 from experiments.records.run import Run
 from experiments.training.execute import execute
@@ -176,7 +177,7 @@ def fake(lr, *scores, diverged=(), **settings):
 
 
 def judged(*points, **changes):
-    table = judge_search(points, Rule(**RULE | changes))
+    table = judge_search(points, SearchRule(**RULE | changes))
     assert table["best"].sum() == table["paper"].sum() == 1
     return table, table[table["best"]].iloc[0]
 
@@ -236,7 +237,7 @@ def test_a_setting_that_two_sweeps_have_counts_once():
 
 
 def test_one_line_of_the_page_says_what_happened():
-    rule = Rule(**RULE)
+    rule = SearchRule(**RULE)
     lost = judge_search([fake(0.01, 1, 1, diverged={0}), fake(0.1, 1, 1, diverged={0, 1})], rule)
     row = search_tables.chosen_row(lost, rule)
     assert row["our best"] == "none, all diverged" and row["diverged runs"] == "3 of 4"
@@ -301,7 +302,7 @@ def test_missing_runs_are_named_and_nothing_is_written(tmp_path, conf):
     groups = spec.expand(words(tmp_path))
     execute(groups["adam"][0])
     with pytest.raises(ConfigError, match=r"runs are missing.*python run.py experiment=mnist_lr"):
-        write_grid(spec, groups, tmp_path / "tables/t", tmp_path / "figures/t")
+        write_search_table(spec, spec.rule, groups, tmp_path / "tables/t", tmp_path / "figures/t")
     assert not (tmp_path / "tables").exists() and not (tmp_path / "figures").exists()
 
 
@@ -313,7 +314,7 @@ def test_a_run_that_diverged_is_drawn_and_counted(tmp_path, conf):
             execute(run)
     info = groups["adam"][1].folder / "run.json"
     info.write_text(info.read_text().replace('"finished"', '"diverged"'))
-    write_grid(spec, groups, tmp_path / "t", tmp_path / "p")
+    write_search_table(spec, spec.rule, groups, tmp_path / "t", tmp_path / "p")
     assert "| 1 of 10 |" in (tmp_path / "t.md").read_text()
     assert "1 of 2 runs diverged" in (tmp_path / "t.md").read_text()
     assert (tmp_path / "p.png").exists()
@@ -322,8 +323,8 @@ def test_a_run_that_diverged_is_drawn_and_counted(tmp_path, conf):
 def test_a_slip_in_the_rule_is_named(tmp_path, conf):
     path = tmp_path / "conf/table/05.yaml"
     path.write_text(TABLE.replace("best: highest", "best: fastest"))
-    with pytest.raises(ConfigError, match="best=fastest is refused"):
-        search_tables.rule_of(load_spec("table", "05"))
+    with pytest.raises(ConfigError, match=r"conf/table/05.yaml: rule.best=fastest is invalid"):
+        load_spec("table", "05")
     path.write_text(TABLE.replace("sweeps: [lr]", "sweeps: [lrr]"))
     with pytest.raises(ConfigError, match="sweep=lrr is unknown"):
         load_spec("table", "05")

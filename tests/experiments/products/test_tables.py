@@ -5,8 +5,8 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments.config.errors import ConfigError
-from experiments.products.claims import claims_of, needed
-from experiments.products.specs import Spec, load_spec, parse_spec
+from experiments.products.claims import needed
+from experiments.products.specs import load_spec, parse_spec
 from experiments.products.tables import write_table
 
 SMALL = ["scale=smoke", "tracking=off"]
@@ -73,7 +73,7 @@ def test_the_claims_of_the_correlations_are_judged(results):
 
 def test_both_sides_of_the_comparison_have_the_same_beta2():
     spec = load_spec("table", "03")
-    claims = {claim.id: claim for claim in claims_of(spec)}
+    claims = {claim.id: claim for claim in spec.claims}
     metrics = {part.metric or claims["C4"].metric for part in claims["C4"].parts}
     assert metrics == {"non/beta2=0.999/largest", "non/beta2=0.9/largest"}
     groups = spec.expand(SMALL)
@@ -118,7 +118,6 @@ rows: ROWS
 def made(tmp_path, rows):
     (tmp_path / "spec.yaml").write_text(TABLE.replace("ROWS", rows))
     spec = parse_spec(tmp_path / "spec.yaml", hash(rows))
-    assert isinstance(spec, Spec)
     groups = spec.expand([f"results={tmp_path}", *SMALL])
     cli.train_missing(groups, "table")
     write_table(spec, groups, tmp_path / "table")
@@ -150,10 +149,14 @@ def test_a_cell_without_a_number_stays_empty(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("[{label: a, over: [1, 2], run: adam, metric: theta, paper: [1]}]", "1 numbers of the"),
-        ("[{label: a, run: nobody, metric: theta}]", "'nobody', which no run is named"),
-        ("[{label: a, run: adam, metric: nothing}]", "last of nothing"),
-        ("[{label: a, colums: {}}]", "colums is an unknown key"),
+        (
+            "[{label: a, over: [1, 2], run: adam, metric: theta, paper: [1]}]",
+            "rows.0.: 1 paper values for 2",
+        ),
+        ("[{label: a, run: nobody, metric: theta}]", "rows.0. names the run nobody, which is unkn"),
+        ("[{label: a, run: adam, metric: nothing}]", "rows.0. reads nothing, but conf/experiment"),
+        ("[{label: a, colums: {}}]", "rows.0..colums is unknown; allowed are columns, "),
+        ("[{label: a, run: adam}]", "rows.0.: a number is missing: set run and metric, or columns"),
     ],
 )
 def test_a_bad_row_is_refused(tmp_path, rows, message):
