@@ -127,14 +127,14 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
         print("it is empty: nothing has been made here yet; RECORDS=published shows our results")
 
 
-def publish(names: Sequence[str], overrides: Sequence[str]) -> None:
+def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.publish import publish
 
     for line in publish(overrides):
         print(line, flush=True)
 
 
-def verify(names: Sequence[str], overrides: Sequence[str]) -> None:
+def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
     if not verify(overrides):
@@ -158,8 +158,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "claims": claims,
     "status": status,
     "report": report,
-    "verify": verify,
-    "publish": publish,
+    "verify": verify_results,
+    "publish": publish_results,
     "dashboard": dashboard,
 }
 

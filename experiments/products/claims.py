@@ -1,4 +1,4 @@
-"""Judges claims from records: a sentence of the paper, a number per seed, a verdict."""
+"""Judges claims from records: compares numbers over the seeds and gives a verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """A part, judged: the mean difference, its 95 % interval and the verdict."""
+    """The result of a comparison: the mean difference, its 95 % interval and the verdict."""
 
     words: str
     effect: float
@@ -59,7 +59,7 @@ def judge_part(claim: Claim, part: Comparison, groups: Groups) -> ComparisonResu
 def side(
     names: str | list[str], groups: Groups, metric: str, statistic: str
 ) -> NDArray[np.float64]:
-    """A number per seed: of the named runs, or of how far several of them are apart."""
+    """A number per seed: that of the named run, or the spread over several runs."""
     if isinstance(names, str):
         return values(groups[names], metric, statistic)
     table = np.broadcast_arrays(*(values(groups[name], metric, statistic) for name in names))
@@ -84,7 +84,7 @@ def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float
 
 
 def interval(difference: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the mean (Student's t); a point if there is nothing that varies."""
+    """95 % interval of the mean (Student's t); a point if nothing varies."""
     n, middle = len(difference), float(difference.mean())
     error = float(difference.std(ddof=1)) / n**0.5 if n > 1 else 0.0
     half = float(stdtrit(n - 1, 0.975)) * error if error > 0 else 0.0
@@ -145,7 +145,7 @@ def needed(claim: Claim, groups: Groups) -> list[Run]:
 
 
 def key(claim: Claim, groups: Groups) -> str:
-    """What the verdict rests on, whatever its runs are named and however the claim is worded."""
+    """A hash of what the verdict depends on: not the wording, not the names of the runs."""
 
     def identity(side: float | str | list[str]) -> object:
         if isinstance(side, str):
@@ -169,9 +169,9 @@ def key(claim: Claim, groups: Groups) -> str:
 def judge_spec(
     spec: Spec, groups: Groups, published: Mapping[str, dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Judge every claim whose runs are there.
+    """Judge every claim whose runs are finished.
 
-    Of the others, a verdict on the same claim and runs that was `published` without records stands.
+    For the others, a verdict on the same claim that was `published` without records is kept.
     """
     rows = []
     for claim in spec.claims:
@@ -179,8 +179,8 @@ def judge_spec(
         if all(run.done for run in needed(claim, groups)):
             rows.append(judge_claim(claim, groups))
         else:
-            stands = old.get("records") == WITHOUT and old.get("key") == new["key"]
-            rows.append({**old, **wording(new)} if stands else new)
+            same = old.get("records") == WITHOUT and old.get("key") == new["key"]
+            rows.append({**old, **wording(new)} if same else new)
     return rows
 
 
@@ -189,14 +189,14 @@ def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
 
 
 def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
-    """stem.csv, the record, and stem.md, the page to read."""
+    """Write stem.csv, the record, and stem.md, the page to read."""
     table = pd.DataFrame(rows).to_csv(index=False)
     write_if_changed(stem.with_suffix(".csv"), table.encode())
     write_if_changed(stem.with_suffix(".md"), claims_page(rows).encode())
 
 
 def said(row: Mapping[str, str]) -> str:
-    """The verdict; one that a larger scale may change, or that has no records, says so."""
+    """The verdict, marked if a larger scale may change it or if it has no records."""
     small = "laptop" in row["scale"] and row["verdict"] in ("fails", "inconclusive")
     mark = " †" if row["records"] == WITHOUT else ""
     return row["verdict"] + (" at laptop scale" if small else "") + mark

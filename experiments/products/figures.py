@@ -1,7 +1,7 @@
 """Draws any figure spec: png and pdf, and the plotted numbers as csv.
 
-The code knows no figure number. What a figure shows stands in conf/figure, what an optimizer
-looks like in conf/figure/_style.yaml.
+The code does not depend on the figure: conf/figure says what is shown, conf/figure/_style.yaml
+how an optimizer looks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunGroup:
     name: str
     label: str
     runs: Sequence[Run]
-    look: Look | None = None  # None: that of its optimizer where nothing else is in the panel
+    look: Look | None = None  # None: that of its optimizer
 
     @property
     def optimizer(self) -> str:
@@ -64,13 +64,13 @@ class RunGroup:
         return {"color": look.color, "linestyle": (0, look.dashes) if look.dashes else "-"}
 
     def table(self, metric: str) -> pd.DataFrame:
-        """Step × seed; a run that diverged ends early."""
+        """A row for each step, a column for each seed; a run that diverged ends early."""
         columns = {r.config.seed: metric_series(r, metric) for r in self.runs}
         return pd.DataFrame(columns)
 
 
 def metric_series(run: Run, metric: str) -> pd.Series:
-    """Step → value; a run that diverged may have been too spoilt to be judged even once."""
+    """Step → value; all NaN for a run that diverged before its first evaluation."""
     metrics = run.metrics().set_index("step")
     if run.status == "diverged" and metric not in metrics:
         return pd.Series(np.nan, index=metrics.index)
@@ -96,14 +96,14 @@ def draw_figure(
     finish(figure, spec, groups)
     table = pd.concat(numbers).to_csv(index=False, float_format="%.10g")
     files = {".png": rendered(figure, "png", dpi=160), ".csv": table.encode()}
-    figure.set_layout_engine("none")  # the places are found, which takes longer than to draw
+    figure.set_layout_engine("none")  # the layout is known; computing it takes longer than drawing
     files[".pdf"] = rendered(figure, "pdf", metadata={"CreationDate": None})
     plt.close(figure)
     return any([write_if_changed(stem.with_suffix(end), new) for end, new in files.items()])
 
 
 def rendered(figure: Figure, form: str, **options: Any) -> bytes:
-    """Without a date: equal runs give equal files."""
+    """The content of the file, without a date: equal runs give equal files."""
     file = io.BytesIO()
     figure.savefig(file, format=form, **options)
     return file.getvalue()
@@ -140,7 +140,7 @@ def curves(ax: Axes, groups: Sequence[RunGroup], panel: CurvesPanel) -> pd.DataF
 
 
 def prefix_of(smooth: int, orders: bool) -> str:
-    """Of the columns that a curve is drawn from."""
+    """The prefix of the columns that a curve is drawn from."""
     return ("log10_" if orders else "") + ("smooth_" if smooth > 1 else "")
 
 
@@ -161,7 +161,7 @@ def draw_curve(ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, order
 
 
 def mark_end(ax: Axes, step: int, value: float, color: Any) -> None:
-    """An × at the last number of a run that diverged, at the upper edge if it never had one."""
+    """Draw an × at the last finite value of a run that diverged, or at the upper edge."""
     look = {"marker": "x", "ms": 8, "mew": 2, "color": color}
     if np.isfinite(value):
         ax.plot([step], [value], **look)
@@ -170,14 +170,14 @@ def mark_end(ax: Axes, step: int, value: float, color: Any) -> None:
 
 
 def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
-    """Where runs of a curve diverged, at which values."""
+    """The steps at which runs of a curve diverged, and their last values."""
     ended = part["diverged"].dropna() if "diverged" in part else pd.Series(dtype=str)
     return [(step, [float(v) for v in str(text).split()]) for step, text in ended.items()]
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
 def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
-    """What is drawn of one curve: a row for each step."""
+    """The numbers of one curve, a row for each step."""
     raw = np.log10(group.table(metric)) if orders else group.table(metric)
     table = box_mean(raw, smooth)
     numbers = over_seeds(raw)
@@ -197,14 +197,14 @@ def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.Da
 
 
 def last_number(values: pd.Series) -> tuple[int, float]:
-    """Step and value; ∞ at the first step if there is none (a csv would lose NaN)."""
+    """The last step and finite value; ∞ at the first step if there is none (a csv loses NaN)."""
     known = values[np.isfinite(values)]
     return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.inf)
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """Mean, standard deviation and number of runs at each step."""
-    # Where a run has ended early the mean of the others would be flattery: the line ends.
+    # The line ends where a run ended early: the mean of the others would be biased.
     return pd.DataFrame(
         {
             "mean": table.mean(axis=1, skipna=False),
@@ -215,7 +215,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def box_mean(table: pd.DataFrame, width: int) -> pd.DataFrame:
-    """Mean of `width` records around each; fewer at the ends, none where a run has ended."""
+    """Centred moving average over `width` records, fewer at the ends; NaN after a run has ended."""
     means = table.rolling(width, center=True, min_periods=1).mean()
     return means.where(table.notna())
 
@@ -265,7 +265,7 @@ FUNCTIONS: dict[str, DrawFunction] = {"curves": curves, "heatmap": heatmap}
 
 
 def finish(figure: Figure, spec: Spec, groups: Groups) -> None:
-    """Title, and on the face of the figure: scale, seeds, and what a careful reader asks."""
+    """Add the title, and below the panels the scale, the number of seeds and the note."""
     scale = scale_of(groups)
     figure.suptitle(spec.title, fontsize=11)
     seeds = f"{spec.seeds} seed{'s' if spec.seeds > 1 else ''}"

@@ -160,7 +160,7 @@ AnyPanel = Annotated[
 # -- tables ------------------------------------------------------------------------------------
 
 
-class Cell(SpecPart):
+class TableCell(SpecPart):
     """One number of ours: a statistic of a metric of a run."""
 
     run: str
@@ -178,7 +178,7 @@ class TableRow(SpecPart):
     run: str = ""
     metric: str = ""
     statistic: Statistic = "last"
-    columns: dict[str, Cell] = {}
+    columns: dict[str, TableCell] = {}
     over: Annotated[list[int | float | str], Field(min_length=1)] = [""]
     paper: float | list[float] | None = None
 
@@ -193,10 +193,10 @@ class TableRow(SpecPart):
             )
         return self
 
-    def cells(self) -> dict[str, Cell]:
+    def cells(self) -> dict[str, TableCell]:
         """Column → number."""
         only = {"run": self.run, "metric": self.metric, "statistic": self.statistic}
-        return self.columns or {"ours": Cell(**only)}
+        return self.columns or {"ours": TableCell(**only)}
 
     def papers(self) -> list[float | None]:
         """The paper's number for each item of `over`."""

@@ -51,7 +51,7 @@ def members(spec: Spec) -> dict[str, list[str]]:
     return {search.label: list(search.runs(name)) for name, search in spec.search.items()}
 
 
-# -- what came out -----------------------------------------------------------------------------
+# -- the numbers -------------------------------------------------------------------------------
 
 
 def judge_grid(
@@ -92,7 +92,7 @@ def scores_of(runs: Sequence[Run], rule: SearchRule) -> dict[str, NDArray[np.flo
 def score_columns(
     scores: Mapping[str, NDArray[np.float64]], paper: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, float]:
-    """Of each metric: mean, standard deviation, difference from the paper's setting."""
+    """Mean, standard deviation and difference from the paper's setting, for each metric."""
     row = {}
     for metric, ours in scores.items():
         difference = ours - paper[metric]
@@ -104,7 +104,7 @@ def score_columns(
 
 
 def steps(run: Run) -> int:
-    """As many as were asked for, or as the epochs have come to."""
+    """The number of steps: as configured, or as recorded if the length is given in epochs."""
     return run.config.steps or int(run.metrics()["step"].max())
 
 
@@ -119,7 +119,7 @@ def setting(run: Run, rule: SearchRule) -> dict[str, Any]:
 
 
 def best_of(table: pd.DataFrame, rule: SearchRule) -> Any:
-    """The index of the best row; where a run diverged the mean is no number, and the worst."""
+    """The index of the best row; settings with a diverged run rank last."""
     score = table[rule.metric] if rule.best == "highest" else -table[rule.metric]
     # The paper's setting wins a tie.
     order = pd.DataFrame({"score": score.fillna(-np.inf), "paper": table["paper"]})
@@ -127,14 +127,14 @@ def best_of(table: pd.DataFrame, rule: SearchRule) -> Any:
 
 
 def is_edge(table: pd.DataFrame, rule: SearchRule) -> pd.Series:
-    """Whether nothing was tried on one side of a setting, along its line."""
+    """Whether a setting is the first or the last on its line."""
     place = table[rule.along]
     line = place.groupby(line_of(table, rule.others))
     return (place == line.transform("min")) | (place == line.transform("max"))
 
 
 def line_of(table: pd.DataFrame, others: Sequence[str]) -> pd.Series:
-    """What a setting shares with those that differ along the x axis alone."""
+    """The name of the line of each setting: its other settings."""
     return pd.Series([words(row, others) for _, row in table.iterrows()], table.index, dtype=str)
 
 
@@ -240,7 +240,7 @@ def lines(
 ) -> pd.DataFrame:
     """A metric along one setting: a line for each optimizer and each choice of the others.
 
-    The legend is that of the panels beside it too, so "ResNet: Adam" is Adam in it.
+    The legend is shared with the other panels, so it shows "ResNet: Adam" as Adam.
     """
     metric, along, owners = panel.metric, rule.along, {group.label: group for group in groups}
     table = table[table["optimizer"].isin(owners)]
@@ -268,14 +268,14 @@ POINT_MARKS: dict[str, dict[str, Any]] = {
 def draw_line(
     ax: Axes, x: pd.Series, part: pd.DataFrame, metric: str, label: str, style: dict[str, Any]
 ) -> None:
-    """Mean and standard deviation; what lies beyond the axis or diverged stands on its edge."""
+    """Draw mean and standard deviation; values off the axis or diverged are drawn on its edge."""
     low, high = (-np.inf, np.inf) if ax.get_autoscaley_on() else ax.get_ylim()
     y = part[metric].astype(float).clip(low, high)
     spread = part[f"{metric} sd"].where(y == part[metric])
     ax.errorbar(x, y, spread, label=label, lw=1.3, marker=".", capsize=2, **style)
     for name, chosen in marked(part, metric, y).items():
         at = {"color": style["color"], "linestyle": "", "zorder": 5, "clip_on": False}
-        # Outside of the layout: on a logarithmic axis 0 is infinitely far down.
+        # Not part of the layout: on a logarithmic axis 0 is infinitely far down.
         at |= POINT_MARKS[name] | {"in_layout": False}
         here, lost = chosen & y.notna(), chosen & y.isna()
         ax.plot(x[here], y[here], **at)
@@ -283,7 +283,7 @@ def draw_line(
 
 
 def marked(part: pd.DataFrame, metric: str, y: pd.Series) -> dict[str, pd.Series]:
-    """Which points of a line carry which mark."""
+    """Mark → the points of a line that have it."""
     beyond = y.notna() & (y != part[metric])
     flags = (part["paper"], part["best"] & y.notna(), beyond, y.isna())
     return dict(zip(POINT_MARKS, flags, strict=True))

@@ -23,18 +23,18 @@ ABOUT_THE_MACHINE = (
 
 
 def refuse_other_runs(overrides: Sequence[str]) -> None:
-    """A figure of the paper is made of the runs that its file names, whatever is asked here."""
+    """Raise an error for overrides that would change the runs: conf/ alone defines them."""
     for word in overrides:
         key = word.lstrip("+~").split("=")[0].split(".")[0]
         if key not in ABOUT_THE_MACHINE:
             raise ConfigError(
-                f"{word}: only {', '.join(ABOUT_THE_MACHINE)} can be set here, the rest stands in "
-                "conf/; run.py makes any other run"
+                f"{word} cannot be set here: set only {', '.join(ABOUT_THE_MACHINE)}, or use "
+                "run.py for other runs"
             )
 
 
 def full_names(kind: str, names: Sequence[str]) -> list[str]:
-    """Two-digit names of what was asked for."""
+    """The names of the requested specs, numbers with two digits."""
     if not names:
         raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
     if "all" in names:
@@ -49,7 +49,7 @@ def full_names(kind: str, names: Sequence[str]) -> list[str]:
 
 
 def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Kind and name of specs, from words as `make` has them: figure-4, table-5."""
+    """Kind and name of specs from words such as figure-4 or table-5."""
     for word in names:
         kind, _, name = word.partition("-")
         if kind not in COUNTS:
@@ -102,7 +102,7 @@ def specs(kind: str) -> list[Path]:
 
 
 def figures_using(run: Run) -> list[str]:
-    """The tags of a run: the figures and tables whose pictures it is part of."""
+    """The tags of a run: the figures and tables that it is part of."""
     return [f"{kind}-{name}" for kind, name in users_of(run)]
 
 
@@ -111,7 +111,7 @@ def users_of(run: Run) -> Iterator[tuple[str, str]]:
     names = {f"experiment={c.experiment}", f"optimizer={c.optimizer_name}"}
     for kind in ("figure", "table"):
         for path in specs(kind):
-            # Parsing and composing are slow, so only what names this pair goes through them.
+            # Parsing and composing are slow: skip files that do not name the experiment.
             if f"experiment={c.experiment}" not in path.read_text():
                 continue
             spec = load_spec(kind, path.stem)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from experiments.config.errors import ConfigError
 from experiments.products.claims import interval, values
-from experiments.products.schema import Cell, Spec, TableRow
+from experiments.products.schema import Spec, TableCell, TableRow
 from experiments.records.files import write_text
 from experiments.records.run import Groups, Run
 
@@ -28,7 +28,7 @@ def write_table(spec: Spec, groups: Groups, stem: Path) -> None:
 def require_runs(groups: Groups) -> None:
     missing = [run for runs in groups.values() for run in runs if not run.done]
     if missing:
-        raise ConfigError(f"{len(missing)} runs are missing, make them first: {commands(missing)}")
+        raise ConfigError(f"{len(missing)} runs are missing; run {commands(missing)}")
 
 
 def commands(runs: Sequence[Run]) -> str:
@@ -44,7 +44,7 @@ def table_lines(row: TableRow, groups: Groups) -> Iterator[dict[str, object]]:
 
 
 @np.errstate(invalid="ignore")  # a run that diverged
-def numbers_in(cell: Cell, item: str, groups: Groups) -> dict[str, object]:
+def numbers_in(cell: TableCell, item: str, groups: Groups) -> dict[str, object]:
     found = values(groups[cell.run], cell.metric.replace("{}", item), cell.statistic)
     low, high = interval(found)
     return {"ours": found.mean(), "low": low, "high": high, "n": len(found)}
@@ -71,5 +71,5 @@ def table_page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
 
 
 def with_interval(mean: float, low: float, high: float) -> str:
-    """-0.0012 [-0.0014, -0.001]; no brackets where nothing varies."""
+    """-0.0012 [-0.0014, -0.001]; no brackets if nothing varies."""
     return f"{mean:.4g}" + ("" if low == high else f" [{low:.4g}, {high:.4g}]")

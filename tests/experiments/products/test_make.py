@@ -1,4 +1,4 @@
-"""From a command to a file: figures, tables and claims at smoke scale, as a user asks for them."""
+"""From a command to a file: figures, tables and claims at smoke scale, from the command line."""
 
 import fnmatch
 import re
@@ -36,7 +36,7 @@ def ask(results, *words):
 
 
 @pytest.mark.parametrize(("experiment", "optimizer"), TUNED)
-def test_every_pair_of_conf_runs(results, experiment, optimizer):
+def test_every_tuned_pair_trains_and_records_the_declared_metrics(results, experiment, optimizer):
     pair = [f"experiment={experiment}", f"optimizer={optimizer}"]
     run = Run(compose([*pair, "scale=smoke", f"results={results}", "tracking=off"]))
     assert execute(run) == "finished"
@@ -54,7 +54,7 @@ def test_every_experiment_has_a_tuned_pair():
 
 
 @pytest.mark.parametrize("name", [path.stem for path in specs("figure")])
-def test_a_figure_is_made_once(results, capsys, name):
+def test_a_figure_is_drawn_once(results, capsys, name):
     ask(results, "figure", name)
     first = capsys.readouterr().out
     stem = results / "figures" / f"figure-{name}-smoke"
@@ -77,7 +77,7 @@ def test_the_csv_holds_what_is_plotted(results):
     assert row["sd"] == pytest.approx(pd.Series(ends).std())
 
 
-def test_a_scale_that_was_asked_for_does_not_replace_the_usual_product(results):
+def test_another_scale_does_not_replace_the_usual_product(results):
     config = compose(["experiment=counterexample_stochastic", f"results={results}"])
     names = {}
     for scale, cpu_scale in product(["paper", "laptop", "smoke"], ["paper", "laptop"]):
@@ -111,7 +111,7 @@ def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):
 
 
 def test_a_picture_that_is_not_at_paper_scale_looks_different(results, tmp_path):
-    """The scale stands on the face of the figure, in a colour that nothing else has."""
+    """The scale is printed on the figure, in a colour that nothing else has."""
     from experiments.products.figures import draw_figure
 
     ask(results, "figure", "1")
@@ -155,11 +155,11 @@ def test_claims_are_judged_and_written(results, capsys):
         (["figure"], "which figure"),
         (["table", "10"], "tables 1 to 9"),
         (["figure", "²"], "figures 1 to 24"),
-        (["figure", "1", "seed=3"], "run.py makes any other run"),
-        (["figure", "1", "steps=500"], "only scale, records"),
+        (["figure", "1", "seed=3"], "use run.py for other runs"),
+        (["figure", "1", "steps=500"], "set only scale, records"),
     ],
 )
-def test_what_cannot_be_made_is_refused(tmp_path, words, message):
+def test_an_invalid_request_is_reported(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         ask(tmp_path, *words)
     assert not any(tmp_path.iterdir())
@@ -212,14 +212,14 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
         (["-m", "seed=-1,2"], "seed=-1 is refused"),
     ],
 )
-def test_run_py_refuses_in_one_line_and_leaves_nothing(tmp_path, words, message):
+def test_run_py_reports_errors_in_one_line_and_writes_nothing(tmp_path, words, message):
     out = command("run.py", *words, f"results={tmp_path / 'results'}")
     assert out.returncode == 1 and out.stdout == ""
     assert out.stderr.count("\n") == 1 and message in out.stderr
     assert not (tmp_path / "results").exists()
 
 
-def test_a_results_folder_that_cannot_be_is_one_line(tmp_path):
+def test_an_invalid_results_folder_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     out = command("run.py", "scale=smoke", f"results={tmp_path / 'file'}")
     assert out.returncode == 1 and "Traceback" not in out.stderr
@@ -248,7 +248,7 @@ def test_run_py_sweeps(tmp_path):
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 12  # one W&B run for each job
 
 
-def test_a_traceback_can_be_had(tmp_path, monkeypatch):
+def test_hydra_full_error_shows_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     out = command("run.py", f"results={tmp_path}", "experiment=nonsense")
     assert out.returncode == 1 and "Traceback" in out.stderr
