@@ -64,9 +64,9 @@ def check_content(spec: Spec, kind: str) -> None:
     if not spec.runs:
         raise ConfigError("it names no runs: add `runs`")
     for name in spec.once:
-        check_name("once", "run", name, spec.runs)
+        check_name("once", "runs", name, spec.runs)
     for place, run, metric in metrics_read(spec):
-        check_name(place, "run", run, spec.runs)
+        check_name(place, "runs", run, spec.runs)
         check_metric(place, metric, (*spec.base, *spec.runs[run]))
     check_rule(spec)
     check_seeds(spec)
@@ -94,14 +94,14 @@ def metrics_read(spec: Spec) -> Iterator[tuple[str, str, str]]:
 def check_name(place: str, what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
         raise ConfigError(
-            f"{place} names the {what} {name}, which is unknown; {what}s are {nearest(name, known)}"
+            f"{place} names {name}, which is unknown; the {what} are {nearest(name, known)}"
         )
 
 
 def check_metric(place: str, metric: str, overrides: Sequence[str]) -> None:
     """Raise an error if the experiment that these overrides choose does not declare the metric."""
     experiment, config = file_chosen("experiment", overrides)
-    declared = config.get("metrics", [])
+    declared = config.get("metrics") or []
     if not any(fnmatchcase(metric, pattern) for pattern in declared):
         known = f"declares {nearest(metric, declared)}" if declared else "has no `metrics`"
         raise ConfigError(
@@ -116,11 +116,11 @@ def check_rule(spec: Spec) -> None:
         return
     for i, panel in enumerate(spec.rule.panels):
         for name in panel.runs:
-            check_name(f"rule.panels[{i}].runs", "search", name, spec.search)
+            check_name(f"rule.panels[{i}].runs", "searches", name, spec.search)
     searched = [(*spec.base, *search.paper) for search in spec.search.values()]
     known = {key for words in searched for key in file_chosen("optimizer", words)[1].optimizer}
     for name in spec.rule.settings:
-        check_name("rule.settings", "setting", name, known)
+        check_name("rule.settings", "settings", name, known)
 
 
 def check_seeds(spec: Spec) -> None:

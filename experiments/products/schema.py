@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PositiveInt,
@@ -36,11 +36,9 @@ def nearest(name: object, known: Iterable[str]) -> str:
 class SpecPart(BaseModel):
     """A part of a spec. An unknown key raises an error that lists the allowed keys."""
 
-    model_config = ConfigDict(extra="forbid")
-
     @model_validator(mode="before")
     @classmethod
-    def refuse_unknown_keys(cls, values: Any) -> Any:
+    def check_keys(cls, values: Any) -> Any:
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
                 about = {"key": key, "allowed": nearest(key, cls.model_fields)}
@@ -96,7 +94,7 @@ class Panel(SpecPart):
     @property
     def letter(self) -> str:
         """The first word of the title without brackets: a"""
-        return self.title.split()[0].strip("()")
+        return self.title.partition(" ")[0].strip("()")
 
     def metrics(self) -> list[str]:
         """Every metric that is drawn."""
@@ -107,8 +105,8 @@ class CurvesPanel(Panel):
     """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
 
     With `smooth`, each run is first averaged over that many records, and the unsmoothed mean is
-    drawn faintly behind. With `orders`, means and bands are those of log10 of the metric: of seeds
-    that are orders of magnitude apart a mean would show the worst alone.
+    drawn faintly behind. With `orders`, means and bands are those of log10 of the metric, for seeds
+    that are orders of magnitude apart.
     """
 
     draw: Literal["curves"] = "curves"
@@ -148,7 +146,8 @@ class SearchPanel(Panel):
 
 
 def kind_of_panel(raw: Any) -> str:
-    return str(raw.get("draw", "curves")) if isinstance(raw, dict) else raw.draw
+    get = raw.get if isinstance(raw, dict) else partial(getattr, raw)
+    return str(get("draw", "curves"))
 
 
 AnyPanel = Annotated[
@@ -334,12 +333,12 @@ class Spec(SpecPart):
         return self.model_copy(update={"runs": runs, "panels": panels})
 
     def problem_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What most of these runs are asked for beside their optimizer."""
+        """The overrides that most of these runs share, without those of the optimizer."""
         asked = [tuple(w for w in self.runs[n] if not w.startswith("optimizer")) for n in names]
         return Counter(asked).most_common(1)[0][0]
 
     def settings(self, overrides: Sequence[str]) -> dict[str, Run]:
-        """Name → run with the first seed; `overrides` come last and hold for all of them."""
+        """Name → run with the first seed; `overrides` are applied last, to all of them."""
         with config_source():  # opened once and not for each run
             return {
                 name: Run(cached_config((*self.base, *extra, *overrides)))

@@ -120,19 +120,19 @@ def load(tmp_path, monkeypatch, kind, text):
         (
             "runs: [adam, a",
             "runs: [adm, a",
-            "panels[0] names the run adm, which is unknown; runs are adam, adashift",
+            "panels[0] names adm, which is unknown; the runs are adam, adashift",
         ),
         (
             "once: [adam]",
             "once: [adan]",
-            "once names the run adan, which is unknown; runs are adam",
+            "once names adan, which is unknown; the runs are adam",
         ),
         (
             "left: adam",
             "left: adma",
-            "claims[0].parts[0] names the run adma, which is unknown; runs are adam",
+            "claims[0].parts[0] names adma, which is unknown; the runs are adam",
         ),
-        ("right: [adam, ", "right: [ada, ", "claims[0].parts[0] names the run ada, which"),
+        ("right: [adam, ", "right: [ada, ", "claims[0].parts[0] names ada, which"),
         (
             "metric: theta, runs",
             "metric: thta, runs",
@@ -204,6 +204,7 @@ def load(tmp_path, monkeypatch, kind, text):
             "experiment=nosuch is unknown: choose one of",
         ),
         ("panels:", "rows: []\npanles:", "panles is unknown; allowed are panels, "),
+        ("panels:\n", "panels: [curves]\nnote: >\n", "panels[0]=curves is invalid: expected a map"),
         (
             "title: Figure",
             "title: [Figure",
@@ -249,9 +250,9 @@ rule:
         (
             "[lr, betas]",
             "[lr, bettas]",
-            "rule.settings names the setting bettas, which is unknown; settings are betas",
+            "rule.settings names bettas, which is unknown; the settings are betas",
         ),
-        ("runs: [adam]", "runs: [adm]", "rule.panels[0].runs names the search adm, which is unkno"),
+        ("runs: [adam]", "runs: [adm]", "rule.panels[0].runs names adm, which is unkno"),
         (
             "metric: validation_accuracy, r",
             "metric: test_loss, r",

@@ -153,7 +153,7 @@ def test_a_cell_without_a_number_stays_empty(tmp_path):
             "[{label: a, over: [1, 2], run: adam, metric: theta, paper: [1]}]",
             "rows.0.: 1 paper values for 2",
         ),
-        ("[{label: a, run: nobody, metric: theta}]", "rows.0. names the run nobody, which is unkn"),
+        ("[{label: a, run: nobody, metric: theta}]", "rows.0. names nobody, which is unknown"),
         ("[{label: a, run: adam, metric: nothing}]", "rows.0. reads nothing, but conf/experiment"),
         ("[{label: a, colums: {}}]", "rows.0..colums is unknown; allowed are columns, "),
         ("[{label: a, run: adam}]", "rows.0.: a number is missing: set run and metric, or columns"),
