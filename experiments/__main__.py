@@ -32,19 +32,19 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.products.make import (
     groups_of,
-    judge,
     keep_index,
     make,
     make_figure_with,
     place,
     show,
     train_missing,
+    update_verdicts,
 )
 from experiments.products.specs import (
     asked_for,
     everything,
+    full_names,
     load_spec,
-    numbers,
     refuse_other_runs,
     specs,
 )
@@ -69,14 +69,14 @@ def main(arguments: Sequence[str]) -> None:
     if parsed.extra and parsed.what != "figure":
         raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
     if parsed.extra:
-        for name in numbers("figure", names):
+        for name in full_names("figure", names):
             make_figure_with(parsed.extra.split(","), name, overrides)
     else:
         COMMANDS[parsed.what](names, overrides)
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
-    for name in numbers(kind, names):
+    for name in full_names(kind, names):
         try:
             make(kind, name, overrides)
         except NotPublishedError as error:
@@ -96,7 +96,7 @@ def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
     for kind, name in everything():
         spec = load_spec(kind, name)
         groups = groups_of(spec, overrides)
-        show(judge(spec, groups))
+        show(update_verdicts(spec, groups))
         keep_index(f"{kind}-{name}", groups)
 
 
@@ -127,14 +127,14 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
         print("it is empty: nothing has been made here yet; RECORDS=published shows our results")
 
 
-def publish(names: Sequence[str], overrides: Sequence[str]) -> None:
+def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.publish import publish
 
     for line in publish(overrides):
         print(line, flush=True)
 
 
-def verify(names: Sequence[str], overrides: Sequence[str]) -> None:
+def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
     if not verify(overrides):
@@ -158,8 +158,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "claims": claims,
     "status": status,
     "report": report,
-    "verify": verify,
-    "publish": publish,
+    "verify": verify_results,
+    "publish": publish_results,
     "dashboard": dashboard,
 }
 

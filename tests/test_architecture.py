@@ -62,10 +62,7 @@ KEPT_IN = {
     "wandb": {"experiments.records.tracking"},
     "wandb_workspaces": {"experiments.products.dashboard"},
     "matplotlib": {"benchmarks", "experiments.products.figures"},
-    "hydra": {
-        "run", "hydra_plugins", "experiments.config", "experiments.products.claims",
-        "experiments.products.figures",
-    },
+    "hydra": {"run", "hydra_plugins", "experiments.config"},
 }  # fmt: skip
 
 

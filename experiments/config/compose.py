@@ -102,6 +102,12 @@ def choose(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
         return cfg, defaults.overrides.known_choices
 
 
+def file_chosen(group: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
+    """Which file of a group overrides choose, and the config with it, before values are set."""
+    chosen, choices = choose(tuple(word for word in overrides if word.startswith(f"{group}=")))
+    return choices[group], chosen
+
+
 @cache
 def sweep_points(name: str) -> list[list[str]]:
     """The overrides of every run of `run.py -m sweep=<name>`.

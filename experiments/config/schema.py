@@ -21,7 +21,7 @@ PARTS = ("data", "model", "trainer")
 # What a config node becomes when it is called, and nothing else, makes two runs the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "published", "records", "force",
-    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic",
+    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic", "metrics", "best",
 }  # fmt: skip
 
 # The keys of a node that are not arguments of its class or function. `_version_` is ours: raise it
@@ -53,6 +53,8 @@ class Config(BaseModel):
     scale: Literal["paper", "laptop", "smoke"]
     cpu_scale: Literal["paper", "laptop"]
     cpu_threads: PositiveInt | None = None  # what an experiment asks for; `threads` is what it gets
+    metrics: list[str] = []  # what the experiment records, the main one first; * is any text
+    best: Literal["highest", "lowest"] | None = None  # of the main metric; None: neither
     steps: PositiveInt | None  # None: what the task says, which counts in epochs
     log_every: PositiveInt | None  # None: every epoch
     schedule: dict[str, Any] | None = None  # a factor of the learning rate; None: 1

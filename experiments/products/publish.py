@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
-from experiments.products.make import groups_of, judge, keep_index, write
+from experiments.products.make import groups_of, keep_index, update_verdicts, write_product
 from experiments.products.report import load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.records import archive, files, provenance
@@ -124,8 +124,8 @@ def rewrite(new: Path) -> Iterator[bool]:
         groups = groups_of(spec, words)
         complete = all(run.done for run in all_runs(groups))
         if complete:
-            write(kind, name, spec, groups)
-        judge(spec, groups)
+            write_product(kind, name, spec, groups)
+        update_verdicts(spec, groups)
         keep_index(f"{kind}-{name}", groups)
         yield complete
 

@@ -22,9 +22,10 @@ import pandas as pd
 from PIL import Image
 
 from experiments.products.claims import WORST_FIRST, read_verdicts, said
-from experiments.products.figures import crosses, labels, prefix_of
+from experiments.products.figures import crosses, prefix_of
 from experiments.products.markdown import as_html, markdown_table
-from experiments.products.specs import Spec, everything, load_spec, spec_path
+from experiments.products.schema import CurvesPanel, Spec
+from experiments.products.specs import everything, load_spec, spec_path
 from experiments.products.style import label_of, looks_of
 from experiments.records import index
 from experiments.records.files import write_text
@@ -74,7 +75,7 @@ class Product:
 
     @property
     def claims(self) -> list[CsvRow]:
-        return [self.verdicts[c["id"]] for c in self.spec.claims if c["id"] in self.verdicts]
+        return [self.verdicts[c.id] for c in self.spec.claims if c.id in self.verdicts]
 
     @property
     def runs(self) -> list[CsvRow]:
@@ -298,31 +299,28 @@ def panels_of(product: Product) -> list[dict[str, Any]]:
     table = pd.read_csv(product.picture.with_suffix(".csv"))
     if "curve" not in table:
         return []
-    return [panel_of(product.spec, panel, table) for panel in product.spec.panels]
+    curves = [panel for panel in product.spec.panels if isinstance(panel, CurvesPanel)]
+    return [panel_of(product.spec, panel, table) for panel in curves]
 
 
-def panel_of(spec: Spec, panel: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
-    letter = panel["title"].split()[0].strip("()")
-    table = table[table["panel"] == letter]
-    names = labels(panel["runs"])
-    optimizers = [optimizer_of(spec, name) for name in names]
-    orders, axes = panel.get("orders", False), panel.get("axes", {})
-    prefix = prefix_of(panel.get("smooth", 1), orders)
+def panel_of(spec: Spec, panel: CurvesPanel, table: pd.DataFrame) -> dict[str, Any]:
+    table = table[table["panel"] == panel.letter]
+    optimizers = [optimizer_of(spec, name) for name in panel.runs]
+    prefix = prefix_of(panel.smooth, panel.orders)
     if f"{prefix}mean" not in table:  # the csv is older than `smooth` in conf/
         prefix = prefix.replace("smooth_", "")
     curves = []
     for label, optimizer, look in zip(
-        names.values(), optimizers, looks_of(optimizers), strict=True
+        panel.runs.values(), optimizers, looks_of(optimizers), strict=True
     ):
         label = label or label_of(optimizer)
         part = table[table["curve"] == label]
         if part.empty:
             continue  # the csv is older than this curve in conf/
         about = {"label": label, "color": look.color, "dashes": look.dashes}
-        curves.append(about | curve_points(part, prefix, axes.get("xscale") == "log"))
-    keys = ("xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim")
-    about = {"title": panel["title"], "orders": orders, "curves": curves}
-    return about | {key: axes[key] for key in keys if key in axes}
+        curves.append(about | curve_points(part, prefix, panel.axes.xscale == "log"))
+    axes = panel.axes.model_dump(exclude_unset=True)
+    return {"title": panel.title, "orders": panel.orders, "curves": curves, **axes}
 
 
 def optimizer_of(spec: Spec, name: str) -> str:

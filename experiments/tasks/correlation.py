@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn import Parameter
 
-from adashift.analysis.correlation import CorrelationStudy
+from adashift.analysis.correlation import CorrelationStudy, CorrelationSummary
 from adashift.probe import DecorrelationProbe
 from experiments.data.batches import generator
 from experiments.task import Step

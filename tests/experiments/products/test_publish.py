@@ -28,7 +28,7 @@ seeds: 3
 base: {SMALL}
 runs: {{adam: [optimizer=adam], adashift: [optimizer=adashift]}}
 panels:
-  - {{title: (a) θ, draw: experiments.products.figures.curves, metric: theta,
+  - {{title: (a) θ, draw: curves, metric: theta,
       runs: [adam, adashift]}}
 claims:
   - {{id: F1a, place: here, text: It is one., metric: v, parts: [{{left: adam, relation: above}}]}}

@@ -20,6 +20,7 @@ title: Figure 1. A test
 seeds: 2
 base: [experiment=mnist_lr]
 runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
+panels: [{title: (a) test accuracy, metric: test_accuracy, runs: [adam, adashift]}]
 """
 
 

@@ -15,7 +15,8 @@ from adashift import AdaShift
 from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.products.figures import Group, curves
+from experiments.products.figures import RunGroup, curves
+from experiments.products.schema import CurvesPanel
 from experiments.products.summaries import tail_log10
 from experiments.records.run import Run
 from experiments.schedules import exponential, linear
@@ -306,7 +307,8 @@ def test_curves_can_show_mean_exponents(tmp_path):
     assert {execute(run) for run in runs} == {"finished"}
     _, ax = plt.subplots()
     ax.set(xscale="log", yscale="log")
-    table = curves(ax, [Group("sgd", "SGD", runs)], "expected_loss", orders=True)
+    panel = CurvesPanel(title="(a)", metric="expected_loss", runs=["sgd"], orders=True)
+    table = curves(ax, [RunGroup("sgd", "SGD", runs)], panel)
     logs = [math.log10(run.metrics()["expected_loss"].iloc[-1]) for run in runs]
     row = table.iloc[-1]
     assert (row["step"], row["n"]) == (20, 3)

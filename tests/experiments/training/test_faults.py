@@ -22,7 +22,7 @@ from experiments.data import files as data_files
 from experiments.data import folder, mnist
 from experiments.data.files import DataError
 from experiments.products import figures
-from experiments.products.figures import draw
+from experiments.products.figures import draw_figure
 from experiments.products.specs import load_spec
 from experiments.records import files
 from experiments.records.files import WriteError
@@ -362,7 +362,7 @@ class Owner:
 def test_a_run_that_diverged_at_once_is_drawn(tmp_path, monkeypatch):
     spec = load_spec("figure", "03")
     (name, *_) = spec.runs
-    panels = [panel | {"runs": [name]} for panel in spec.panels]
+    panels = [panel.model_copy(update={"runs": {name: None}}) for panel in spec.panels]
     run = run_of(tmp_path, "mnist_mlp", *WILD, optimizer="sgd")
     monkeypatch.setattr("experiments.tasks.mnist.LinearClassifier.evaluate", lambda self: [][0])
     monkeypatch.setattr(Training, "finite", lambda self: False)
@@ -374,7 +374,7 @@ def test_a_run_that_diverged_at_once_is_drawn(tmp_path, monkeypatch):
         marks.append(ax.lines[-1])
 
     monkeypatch.setattr(figures, "mark_end", noted)
-    draw(spec.model_copy(update={"panels": panels}), {name: [run]}, tmp_path / "figure")
+    draw_figure(spec.model_copy(update={"panels": panels}), {name: [run]}, tmp_path / "figure")
     assert [line.get_marker() for line in marks] == ["x"] * len(panels)
     assert all(line.get_xdata() == [1] for line in marks)
     assert len(pd.read_csv(tmp_path / "figure.csv")) > 0
