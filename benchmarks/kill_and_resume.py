@@ -21,6 +21,7 @@ from tqdm import tqdm
 from benchmarks.common import command, listed, machine, markdown, write
 from experiments.config.compose import compose
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.training.device import pick_device
 from experiments.training.execute import checkpoint_of, execute
 
@@ -51,7 +52,7 @@ def begin(run: Run, log: Path) -> int:
     code = 1
     try:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-        code = int(execute(run) != "finished")
+        code = int(execute(run) != Status.FINISHED)
     finally:
         os._exit(code)
 
@@ -88,7 +89,7 @@ def moment(run: Run) -> str:
         return "inside a write"
     if kept:
         return "training"
-    return "before the first checkpoint" if run.status == "killed" else "start"
+    return "before the first checkpoint" if run.status == Status.KILLED else "start"
 
 
 def record_of(run: Run) -> dict[str, bytes]:

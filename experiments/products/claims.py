@@ -20,6 +20,7 @@ from experiments.products.specs import Spec
 from experiments.records.files import write_if_changed
 from experiments.records.index import WITHOUT, read_rows
 from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
@@ -115,7 +116,7 @@ def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float
     try:
         function = hydra.utils.get_method(f"experiments.products.summaries.{statistic}")
         return np.array(
-            [np.nan if r.status == "diverged" else function(r.metrics(), metric) for r in runs]
+            [np.nan if r.status == Status.DIVERGED else function(r.metrics(), metric) for r in runs]
         )
     except (ImportError, KeyError) as error:
         raise ConfigError(

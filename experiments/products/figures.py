@@ -28,6 +28,7 @@ from experiments.products.specs import Spec
 from experiments.products.style import Look, label_of, looks_of
 from experiments.records.files import write_if_changed
 from experiments.records.run import Run
+from experiments.records.status import Status
 
 plt.rcParams.update(
     {
@@ -70,7 +71,7 @@ class Group:
 def values_of(run: Run, metric: str) -> pd.Series:
     """Step → value; a run that diverged may have been too spoilt to be judged even once."""
     metrics = run.metrics().set_index("step")
-    if run.status == "diverged" and metric not in metrics:
+    if run.status == Status.DIVERGED and metric not in metrics:
         return pd.Series(np.nan, index=metrics.index)
     return metrics[metric]
 
@@ -205,7 +206,7 @@ def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataF
         numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
     ends: dict[int, list[str]] = {}
     for run in group.runs:
-        if run.status == "diverged":
+        if run.status == Status.DIVERGED:
             step, value = last_number(table[run.config.seed])
             ends.setdefault(step, []).append(f"{10.0**value if orders else value:.10g}")
     if ends:

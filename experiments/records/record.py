@@ -16,23 +16,19 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pandas as pd
 
 from experiments.config.schema import Config
-
-if TYPE_CHECKING:
-    pass
 from experiments.records import provenance
 from experiments.records.files import is_locked, remove_drafts, told, write_bytes, write_text
+from experiments.records.status import Status
 from experiments.records.tracking import Mirror
-
-FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
 
 METRICS, INFO = "metrics.csv", "run.json"
 
-KILLED = "its process was ended from outside; was there memory enough?"
+KILLED = "the process was killed (out of memory?)"
 
 COLUMNS = ("step", "metric", "value")
 
@@ -42,14 +38,14 @@ class Record:
 
     >>> with Record(folder, config) as record:
     ...     record.log(100, {"theta": -0.5})
-    ...     record.status = "finished"
+    ...     record.status = Status.FINISHED
     """
 
     def __init__(
         self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
     ) -> None:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
-        self.status, self.step = "interrupted", 0
+        self.status, self.step = Status.INTERRUPTED, 0
         self.files: dict[str, bytes] = {}
         self.about: dict[str, Any] = {}  # what else run.json is to say
 
@@ -59,7 +55,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(self.folder)
         if not is_final(self.folder):
-            self.write_info("running")
+            self.write_info(Status.RUNNING)
         # A draft of its own: a finished record stays whole until another one is finished.
         self.draft = self.folder / f".{METRICS}"
         self.file = self.draft.open("w+", newline="")
@@ -105,18 +101,18 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, Exception):
-            self.status = "failed"
+            self.status = Status.FAILED
         try:
             self.close(error)
         finally:
-            self.mirror.finish(failed=self.status != "finished")
+            self.mirror.finish(failed=self.status != Status.FINISHED)
 
     def close(self, error: BaseException | None) -> None:
         """Put the new record in the place of the old one, unless that is worth more."""
         with told(self.draft), self.file:
             self.file.flush()
             os.fsync(self.file.fileno())  # run.json must not call a torn file finished
-        if self.status not in FINAL and is_final(self.folder):
+        if not self.status.is_final and is_final(self.folder):
             self.draft.unlink()
             return
         self.draft.replace(self.folder / METRICS)
@@ -128,10 +124,10 @@ class Record:
     def note_failure(self, error: BaseException) -> None:
         """Word of a run that failed before it could begin, so that its status tells of it."""
         self.started, self.begun = time.time(), time.monotonic()
-        self.write_info("failed", error=repr(error))
+        self.write_info(Status.FAILED, error=repr(error))
 
-    def write_info(self, status: str, error: str | None = None) -> None:
-        whole = status != "running" and (self.folder / METRICS).exists()
+    def write_info(self, status: Status, error: str | None = None) -> None:
+        whole = status != Status.RUNNING and (self.folder / METRICS).exists()
         info = {
             "status": status,
             "step": self.step,
@@ -149,17 +145,17 @@ class Record:
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
 
 
-def status_of(folder: Path) -> str:
-    """missing, running, killed, interrupted, failed, diverged or finished."""
-    status = str(read_info(folder).get("status", "missing"))
-    if status == "running" and not is_locked(folder):  # or it has ended in between
-        status = str(read_info(folder).get("status", "missing"))
-        return "killed" if status == "running" else status
+def status_of(folder: Path) -> Status:
+    """Return the status of a run; one that is running although no process trains it was killed."""
+    status = Status.in_info(read_info(folder))
+    if status == Status.RUNNING and not is_locked(folder):
+        status = Status.in_info(read_info(folder))  # its process may have ended in between
+        return Status.KILLED if status == Status.RUNNING else status
     return status
 
 
 def is_final(folder: Path) -> bool:
-    return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
+    return Status.in_info(read_info(folder)).is_final and (folder / METRICS).exists()
 
 
 def read_info(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from experiments.config.errors import ConfigError
 from experiments.config.schema import PARTS, Config, leaves
 from experiments.records import archive, record
 from experiments.records.archive import Published
+from experiments.records.status import Status
 
 NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
 
@@ -81,13 +82,13 @@ class Run:
         return {}
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         match self.source:
             case Published() as twin:
                 return twin.status
             case Path() as folder:
                 return record.status_of(folder)
-        return "missing"
+        return Status.MISSING
 
     @property
     def done(self) -> bool:

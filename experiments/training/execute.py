@@ -17,6 +17,7 @@ from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.records.tracking import is_tracked
 from experiments.task import Task
 from experiments.training.checkpoint import Checkpoint
@@ -97,10 +98,10 @@ def execute_on(
             record.status = training(record=record, checkpoint=kept)
             same = deterministic and not kernels
             record.about = {"deterministic": same, "not_deterministic": kernels}
-        if record.status == "interrupted":
+        if record.status == Status.INTERRUPTED:
             raise KeyboardInterrupt
         checkpoint.remove()
-    if record.status == "diverged":
+    if record.status == Status.DIVERGED:
         announce(f"a loss or a parameter was no number at step {record.step:,}")
     return record.status
 
@@ -116,7 +117,7 @@ def follow(device: torch.device, config: Config, members: Team) -> str:
     return training(record=Unwritten(config), checkpoint=Following(begun["state"]))
 
 
-def prepare(config: Config, device: torch.device) -> tuple[Task, partial[str]]:
+def prepare(config: Config, device: torch.device) -> tuple[Task, partial[Status]]:
     """The task, and its training, which lacks the record and the checkpoint."""
     task: Task = build(config.task, "task", seed=config.seed, device=device)
     if size() > 1 and not task.divisible:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from experiments.progress import progress
 from experiments.records.record import Record
+from experiments.records.status import Status
 from experiments.task import Step, Stretch, Task
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.signals import ASKED, answered_after_a_step
@@ -89,8 +90,8 @@ def train(
     schedule: Callable[[float], float] | None = None,
     title: str = "",
     checkpoint: Checkpoint | None = None,
-) -> str:
-    """Train until `steps` are done; return "finished", "diverged" or "interrupted".
+) -> Status:
+    """Train until `steps` are done; return FINISHED, DIVERGED or INTERRUPTED.
 
     Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
     that each player has had since the last time; if one of them, or a parameter, is no number, the
@@ -110,7 +111,7 @@ def train(
         if training.finite():
             raise
         training.note({})  # many a step or judgement raises where a parameter is no number
-        return "diverged"
+        return Status.DIVERGED
 
 
 def go_on(
@@ -120,7 +121,7 @@ def go_on(
     schedule: Callable[[float], float] | None,
     checkpoint: Checkpoint | None,
     show: Callable[[int], object],
-) -> str:
+) -> Status:
     task, record = training.task, training.record
     for step in task.steps():
         if schedule is not None:
@@ -130,16 +131,16 @@ def go_on(
         over = training.done >= steps
         if over or training.done // log_every > (training.done - step.size) // log_every:
             if not training.note(task.evaluate_at_end() if over else task.evaluate()):
-                return "diverged"
+                return Status.DIVERGED
             if over:
                 record.keep(task.files())
-                return "finished"
+                return Status.FINISHED
         if checkpoint and (ASKED.by or checkpoint.due):
             checkpoint.save(training.state_dict())
         if ASKED.by:
-            return "interrupted"
+            return Status.INTERRUPTED
     if task.ends:
-        return "finished"
+        return Status.FINISHED
     raise RuntimeError(
         f"{type(task).__name__}.steps() ended after {training.done} of {steps} steps"
     )
