@@ -121,10 +121,10 @@ class Record:
             self.mirror.keep(self.folder / name)
         self.write_info(self.status, error=repr(error) if error else None)
 
-    def note_failure(self, error: BaseException) -> None:
-        """Word of a run that failed before it could begin, so that its status tells of it."""
+    def note_failure(self, error: str) -> None:
+        """Write run.json of a run that failed before it could begin."""
         self.started, self.begun = time.time(), time.monotonic()
-        self.write_info(Status.FAILED, error=repr(error))
+        self.write_info(Status.FAILED, error=error)
 
     def write_info(self, status: Status, error: str | None = None) -> None:
         whole = status != Status.RUNNING and (self.folder / METRICS).exists()

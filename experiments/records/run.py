@@ -95,6 +95,10 @@ class Run:
         source = self.source
         return record.is_final(source) if isinstance(source, Path) else source is not None
 
+    @property
+    def needs_training(self) -> bool:
+        return self.config.force or not self.done
+
     def metrics(self) -> pd.DataFrame:
         source = self.source
         return source.metrics if isinstance(source, Published) else record.read_metrics(self.folder)

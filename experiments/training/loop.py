@@ -6,19 +6,36 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from experiments.config.errors import ConfigError, last_line
 from experiments.progress import progress
-from experiments.records.record import Record
 from experiments.records.status import Status
 from experiments.task import Step, Stretch, Task
-from experiments.training.checkpoint import Checkpoint
-from experiments.training.signals import ASKED, answered_after_a_step
+from experiments.training.signals import answered_after_a_step, stop_request
 
 Losses = defaultdict[str, list[Tensor]]
+
+
+class Log(Protocol):
+    """What the loop needs of a record."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def keep(self, files: Mapping[str, bytes]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StateStore(Protocol):
+    """What the loop needs of a checkpoint."""
+
+    @property
+    def due(self) -> bool: ...
+    def load(self) -> dict[str, Any] | None: ...
+    def save(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -27,7 +44,7 @@ class Training:
 
     task: Task
     optimizers: Mapping[str, torch.optim.Optimizer]
-    record: Record
+    record: Log
     done: int = 0  # steps
     losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
 
@@ -83,28 +100,28 @@ class Training:
 def train(
     task: Task,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    record: Record,
+    record: Log,
     *,
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None = None,
     title: str = "",
-    checkpoint: Checkpoint | None = None,
+    checkpoint: StateStore | None = None,
 ) -> Status:
     """Train until `steps` are done; return FINISHED, DIVERGED or INTERRUPTED.
 
     Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
     that each player has had since the last time; if one of them, or a parameter, is no number, the
     run has diverged. `schedule` gives the factor of the learning rates from the part of the steps
-    that is done. With a checkpoint it goes on where that was left.
+    that is done. It resumes from the checkpoint, if there is one.
     """
     training = Training(task, optimizers, record)
     if checkpoint:
-        checkpoint.restore(training)
+        restore(training, checkpoint)
     bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
     try:
         with bar, answered_after_a_step():
-            return go_on(training, steps, log_every, schedule, checkpoint, bar.update)
+            return take_steps(training, steps, log_every, schedule, checkpoint, bar.update)
     except OSError:
         raise
     except Exception:
@@ -114,12 +131,25 @@ def train(
         return Status.DIVERGED
 
 
-def go_on(
+def restore(training: Training, checkpoint: StateStore) -> None:
+    state = checkpoint.load()
+    if state is None:
+        return
+    try:
+        training.load_state_dict(state)
+    except Exception as error:  # the training may be half restored, so it cannot start over here
+        raise ConfigError(
+            "the checkpoint was written by incompatible code "
+            f"({type(error).__name__}: {last_line(error)}): use force=true to start the run again"
+        ) from error
+
+
+def take_steps(
     training: Training,
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None,
-    checkpoint: Checkpoint | None,
+    checkpoint: StateStore | None,
     show: Callable[[int], object],
 ) -> Status:
     task, record = training.task, training.record
@@ -135,9 +165,9 @@ def go_on(
             if over:
                 record.keep(task.files())
                 return Status.FINISHED
-        if checkpoint and (ASKED.by or checkpoint.due):
+        if checkpoint and (stop_request.received or checkpoint.due):
             checkpoint.save(training.state_dict())
-        if ASKED.by:
+        if stop_request.received:
             return Status.INTERRUPTED
     if task.ends:
         return Status.FINISHED
