@@ -22,7 +22,7 @@ from experiments.config.errors import ConfigError, one_line_errors
 from experiments.config.paths import CONF
 from experiments.records.agreement import compare
 from experiments.records.run import Run
-from experiments.training.scheduler import Outcome
+from experiments.training.scheduler import RunOutcome
 from experiments.training.signals import end_with_parent, exit_interrupted
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -30,7 +30,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
-def main(cfg: DictConfig) -> Outcome | None:
+def main(cfg: DictConfig) -> RunOutcome | None:
     # Imported late, with torch: mistakes are reported at once, and a launcher trains nothing.
     from experiments.products.specs import figures_using
     from experiments.training.execute import execute

@@ -155,8 +155,8 @@ folder (start), a record without a checkpoint, a checkpoint (training), a file t
 written, or a record that was finished while the process was not."""
 
 
-def document(table: pd.DataFrame, passed_over: int, quick: bool) -> str:
-    facts = machine() | {"files that were found torn and passed over": passed_over}
+def document(table: pd.DataFrame, skipped: int, quick: bool) -> str:
+    facts = machine() | {"truncated checkpoints that were skipped": skipped}
     parts = ["# Killed and continued"]
     parts += ["**A few kills, for the tests.**"] if quick else []
     parts += [listed(facts), markdown(summary(table)), EXPLANATION]
@@ -167,8 +167,8 @@ def torture(results: Path, quick: bool) -> pd.DataFrame:
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         table = kill_all(Path(scratch), log, quick, random.Random(0))
-        passed_over = log.read_text(errors="replace").count("passed over")
-    write(table, document(table, passed_over, quick), results / "benchmarks" / "torture")
+        skipped = log.read_text(errors="replace").count("skipping checkpoint")
+    write(table, document(table, skipped, quick), results / "benchmarks" / "torture")
     if not table["same"].all():
         raise OSError(f"records differ, see {results}/benchmarks/torture.csv")
     return table

@@ -25,7 +25,7 @@ from experiments.records.files import WriteError
 from experiments.records.record import KILLED
 from experiments.records.run import Run, all_runs
 from experiments.records.status import Status
-from experiments.training.scheduler import Outcome, describe, train_all
+from experiments.training.scheduler import RunOutcome, describe, train_all
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # keys that are not part of a run
 
@@ -68,7 +68,9 @@ class ListedSweeper(Sweeper):
         """Compose the runs here, so that a mistake stops the sweep before anything is trained."""
         overrides = OverridesParser.create().parse_overrides(list(arguments))
         words = [str(o.input_line) for o in overrides if o.get_key_element() not in FOR_THE_SWEEP]
-        names = [name for o in overrides if o.get_key_element() == "runs" for name in values_of(o)]
+        names = [
+            name for o in overrides if o.get_key_element() == "runs" for name in override_values(o)
+        ]
         if names:
             refuse_other_runs(words)
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
@@ -76,13 +78,13 @@ class ListedSweeper(Sweeper):
         points = expand([*given, *words], self.points)
         return [job_of(Run(compose(point)), point) for point in points]
 
-    def launch(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Outcome]]:
+    def launch(self, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:
         """Train the runs with Hydra's launcher: an engine of the scheduler."""
         size = 1 if self.in_turn else len(runs)  # a full disk stops a sweep between two batches
         for start in range(0, len(runs), size):
             yield from self.launch_batch(runs[start : start + size])
 
-    def launch_batch(self, runs: Sequence[Run]) -> list[tuple[Run, Outcome]]:
+    def launch_batch(self, runs: Sequence[Run]) -> list[tuple[Run, RunOutcome]]:
         assert self.launcher is not None
         words = [self.words[run.folder] for run in runs]
         self.launched += len(runs)
@@ -93,18 +95,18 @@ class ListedSweeper(Sweeper):
         return list(zip(runs, map(outcome_of, jobs), strict=True))
 
 
-def outcome_of(job: JobReturn) -> Outcome:
+def outcome_of(job: JobReturn) -> RunOutcome:
     """Return the outcome that run.py returned, or why it could not."""
     if job.status is not JobStatus.FAILED:
-        return cast(Outcome, job.return_value)
+        return cast(RunOutcome, job.return_value)
     if isinstance(job._return_value, WriteError):
         raise job._return_value  # a full disk stops the sweep
-    return Outcome(Status.FAILED, describe(job._return_value))
+    return RunOutcome(Status.FAILED, describe(job._return_value))
 
 
-def given_up(run: Run, error: Exception) -> Outcome:
+def given_up(run: Run, error: Exception) -> RunOutcome:
     """Return KILLED; each launcher has its own words for a process that was killed."""
-    return Outcome(Status.KILLED, KILLED if run.status == Status.KILLED else describe(error))
+    return RunOutcome(Status.KILLED, KILLED if run.status == Status.KILLED else describe(error))
 
 
 def job_of(run: Run, words: list[str]) -> Job:
@@ -113,7 +115,7 @@ def job_of(run: Run, words: list[str]) -> Job:
     return Job(run, [*words, f"scale={run.config.scale}", f"results='{results}'"])
 
 
-def values_of(override: Override) -> list[str]:
+def override_values(override: Override) -> list[str]:
     """Return the values of an override: two of runs=figure-9,figure-10, one of runs=figure-9."""
     if override.is_sweep_override():
         return list(override.sweep_string_iterator())

@@ -15,7 +15,7 @@ from experiments.records.agreement import DIFFERENT, compare
 from experiments.records.archive import Published
 from experiments.records.run import Run, given
 from experiments.training.pool import execute_all
-from experiments.training.scheduler import FailedRunsError, Outcome
+from experiments.training.scheduler import FailedRunsError, RunOutcome
 
 COLUMNS = ("experiment", "run", "published, s", "here, s", "agreement")
 
@@ -39,7 +39,7 @@ def verify(overrides: Sequence[str]) -> bool:
     return not differ and all(failure.lacks_data for failure in failures.values())
 
 
-def failures_of(runs: Sequence[Run]) -> Mapping[Path, Outcome]:
+def failures_of(runs: Sequence[Run]) -> Mapping[Path, RunOutcome]:
     """Train the runs; return the failures by folder."""
     try:
         execute_all(runs, "verify")
@@ -71,7 +71,7 @@ def repeated(run: Published, overrides: Sequence[str]) -> Run:
     return found
 
 
-def agreement_of(run: Run, failure: Outcome | None) -> str:
+def agreement_of(run: Run, failure: RunOutcome | None) -> str:
     return f"not compared: {failure.error}" if failure else str(compare(run))
 
 

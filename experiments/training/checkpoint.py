@@ -21,7 +21,7 @@ import torch
 from experiments.records.files import write_bytes
 
 NAME, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
-FORMAT = "AdaShift checkpoint 1"  # increase the number when the state changes
+CHECKPOINT_FORMAT = "AdaShift checkpoint 1"  # increase the number when the state changes
 
 
 class Checkpoint:
@@ -39,7 +39,7 @@ class Checkpoint:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getvalue()
-        label = {"format": FORMAT, "of": self.of, "sha256": checksum(content)}
+        label = {"format": CHECKPOINT_FORMAT, "of": self.of, "sha256": checksum(content)}
         if self.path.exists():
             self.path.replace(self.before)
         write_bytes(self.path, json.dumps(label).encode() + b"\n" + content)
@@ -63,7 +63,7 @@ class Checkpoint:
             form, of, expected = label["format"], label["of"], label["sha256"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError("it is not a checkpoint of this project") from error
-        if form != FORMAT:
+        if form != CHECKPOINT_FORMAT:
             raise ValueError(f"it was written by another version, {form}")
         if of != self.of:
             raise ValueError(f"it belongs to another run, {of}")

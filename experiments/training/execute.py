@@ -27,8 +27,8 @@ from experiments.training.device import device_for, noted_kernels, set_up_torch
 from experiments.training.leader import (
     FollowerCheckpoint,
     FollowerLog,
-    Group,
     LeaderCheckpoint,
+    ProcessGroup,
     process_group,
 )
 from experiments.training.loop import train
@@ -70,7 +70,7 @@ def execute(
             if not mine:
                 return Status.RUNNING
             if run.done and run.info != before:
-                announce(f"another process has trained it: {shown(run.folder)}")
+                announce(f"another process has trained it: {shown_path(run.folder)}")
                 return run.status
             return execution.lead(group, announce, tags)
 
@@ -85,12 +85,12 @@ class Execution:
     task: Task
     training: partial[Status]  # lacks the record and the checkpoint
 
-    def lead(self, group: Group, announce: Announce, tags: Tags) -> Status:
+    def lead(self, group: ProcessGroup, announce: Announce, tags: Tags) -> Status:
         """Train, and write the record and checkpoints; the caller holds the lock."""
         run, checkpoint = self.run, checkpoint_of(self.run, self.device)
         if run.config.force or not self.task.resumable:
             checkpoint.remove()
-        announce(f"{scale_notice(run.config)}{self.length()}: {shown(run.folder)}")
+        announce(f"{scale_notice(run.config)}{self.length()}: {shown_path(run.folder)}")
         labels = tags(run) if is_tracked(run.config) else []
         with Record(run.folder, run.config, run.command(), labels) as record:
             self.train_into(record, LeaderCheckpoint(checkpoint, group))
@@ -103,13 +103,13 @@ class Execution:
 
     def train_into(self, record: Record, checkpoint: LeaderCheckpoint) -> None:
         record.about = {"deterministic": self.deterministic}
+        resuming = {"checkpoint": checkpoint} if self.task.resumable else {}
         with noted_kernels() as kernels:
-            kept = checkpoint if self.task.resumable else None
-            record.status = self.training(record=record, checkpoint=kept)
+            record.status = self.training(record=record, **resuming)
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
 
-    def follow(self, group: Group) -> Status:
+    def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
         stop_request.ignored = True
         start = group.receive()
@@ -125,7 +125,7 @@ def report_done(run: Run, announce: Announce) -> Status:
     if isinstance(run.source, Published):
         announce(f"already published (use records=own to train it here): {run.name}")
     else:
-        announce(f"already finished (use force=true to train it again): {shown(run.folder)}")
+        announce(f"already finished (use force=true to train it again): {shown_path(run.folder)}")
         remove_stale_checkpoint(run)
     return run.status
 
@@ -180,7 +180,7 @@ def length_of(config: Config, task: Task) -> tuple[int, int]:
     return steps, log_every
 
 
-def shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Return the path as typed on the command line."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

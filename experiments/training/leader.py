@@ -16,32 +16,32 @@ from experiments.training.loop import Log, StateStore
 
 
 @dataclass(frozen=True)
-class Start:
+class StartMessage:
     """The leader's message to train, from a state or, if it is None, from the first step."""
 
     state: dict[str, Any] | None
 
 
-class Group:
+class ProcessGroup:
     """The processes of a run. The leader sends one message; a process alone leads nobody."""
 
     sent = False
 
-    def send(self, message: Start | None) -> None:
+    def send(self, message: StartMessage | None) -> None:
         if size() > 1 and not self.sent:
             dist.broadcast_object_list([message], src=0)
         self.sent = True
 
-    def receive(self) -> Start | None:
+    def receive(self) -> StartMessage | None:
         message: list[Any] = [None]
         dist.broadcast_object_list(message, src=0)
         return message[0]
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[Group]:
+def process_group(device: torch.device) -> Iterator[ProcessGroup]:
     """Join the processes that torchrun started, if it did."""
-    group = Group()
+    group = ProcessGroup()
     if not dist.is_torchelastic_launched():
         yield group
         return
@@ -60,7 +60,7 @@ class LeaderCheckpoint(StateStore):
     """The checkpoint of the leader: all processes start from the state that it loads."""
 
     checkpoint: Checkpoint
-    group: Group
+    group: ProcessGroup
 
     @property
     def due(self) -> bool:
@@ -68,7 +68,7 @@ class LeaderCheckpoint(StateStore):
 
     def load(self) -> dict[str, Any] | None:
         state = self.checkpoint.load()
-        self.group.send(Start(state))
+        self.group.send(StartMessage(state))
         return state
 
     def save(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from experiments.records.run import Run
 from experiments.records.status import Status
 from experiments.training import device
 from experiments.training.execute import Announce, Tags, execute, no_tags
-from experiments.training.scheduler import Engine, Outcome, describe, train_all
+from experiments.training.scheduler import Engine, RunOutcome, describe, train_all
 from experiments.training.signals import answered_at_once, end_with_parent
 
 
@@ -41,12 +41,12 @@ def side_by_side(runs: Sequence[Run]) -> int:
     return max(1, min(device.ALL_THREADS // most, len(runs))) if on_cpu else 1
 
 
-def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, Outcome]]:
+def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:
     for run in runs:
         yield run, attempt(run, tags)
 
 
-def in_pool(tags: Tags, count: int, runs: Sequence[Run]) -> Iterator[tuple[Run, Outcome]]:
+def in_pool(tags: Tags, count: int, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:
     with workers(min(count, len(runs))) as pool:
         futures = {pool.submit(attempt, run, tags): run for run in runs}
         for future in as_completed(futures):
@@ -68,20 +68,20 @@ def workers(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def outcome_in(future: Future[Outcome]) -> Outcome:
+def outcome_in(future: Future[RunOutcome]) -> RunOutcome:
     """Return how a run ended; a worker that is killed breaks the pool for all that have not."""
     try:
         return future.result()
     except BrokenProcessPool:
-        return Outcome(Status.KILLED, KILLED)
+        return RunOutcome(Status.KILLED, KILLED)
 
 
-def attempt(run: Run, tags: Tags, announce: Announce = lambda line: None) -> Outcome:
+def attempt(run: Run, tags: Tags, announce: Announce = lambda line: None) -> RunOutcome:
     """Execute the run; return an error as an outcome, unless it concerns all runs: a full disk."""
     try:
         with one_line_errors():
-            return Outcome(execute(run, announce, wait=False, tags=tags))
+            return RunOutcome(execute(run, announce, wait=False, tags=tags))
     except WriteError:
         raise
     except Exception as error:
-        return Outcome(Status.FAILED, describe(error), lacks_data=isinstance(error, DataError))
+        return RunOutcome(Status.FAILED, describe(error), lacks_data=isinstance(error, DataError))

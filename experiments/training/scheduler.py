@@ -23,11 +23,11 @@ from experiments.records.record import Record
 from experiments.records.run import Run
 from experiments.records.status import Status
 
-LISTED = 3  # commands of runs that failed for the same reason
+COMMANDS_SHOWN = 3  # commands of runs that failed for the same reason
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How an attempt to train a run ended; RUNNING if another process is training it."""
 
     status: Status
@@ -41,14 +41,14 @@ class Outcome:
 class Engine(Protocol):
     """Trains runs: in this process, in a pool of processes or on a cluster."""
 
-    def __call__(self, runs: Sequence[Run], /) -> Iterator[tuple[Run, Outcome]]:
+    def __call__(self, runs: Sequence[Run], /) -> Iterator[tuple[Run, RunOutcome]]:
         """Yield every run once, when it has ended; KILLED if the engine gave it up."""
 
 
 class FailedRunsError(ConfigError):
     """Some runs failed; `failures` has their outcomes by folder."""
 
-    def __init__(self, message: str, failures: Mapping[Path, Outcome]) -> None:
+    def __init__(self, message: str, failures: Mapping[Path, RunOutcome]) -> None:
         super().__init__(message)
         self.failures = failures
 
@@ -59,7 +59,7 @@ def train_all(runs: Sequence[Run], engine: Engine, title: str) -> None:
     ready = f", {len(runs) - len(missing)} already finished" if len(missing) < len(runs) else ""
     scale = scale_notice(runs[0].config)
     print(f"{title}: {len(missing)} runs to train at {scale}{ready}", flush=True)
-    failures = dict[Path, Outcome]()
+    failures = dict[Path, RunOutcome]()
     with progress(total=len(missing), desc=title, unit="run") as bar:
         for run, outcome in outcomes_of(missing, engine):
             bar.update()
@@ -71,7 +71,7 @@ def train_all(runs: Sequence[Run], engine: Engine, title: str) -> None:
         raise FailedRunsError(message, failures)
 
 
-def outcomes_of(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Outcome]]:
+def outcomes_of(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, RunOutcome]]:
     """Yield every run once; those that another process is training come last."""
     before, busy = infos_of(runs), []
     for run, outcome in attempts(runs, engine):
@@ -83,7 +83,7 @@ def outcomes_of(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Outc
         yield run, wait_and_train(run, engine, before[run.folder])
 
 
-def attempts(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Outcome]]:
+def attempts(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, RunOutcome]]:
     """Yield every run once; runs that the engine gave up are trained again."""
     before, given_up = infos_of(runs), []
     for run, outcome in engine(runs) if runs else ():
@@ -101,15 +101,15 @@ def attempts(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Outcome
         yield run, train_alone(run, engine, before[run.folder])
 
 
-def train_alone(run: Run, engine: Engine, before: Mapping[str, object]) -> Outcome:
+def train_alone(run: Run, engine: Engine, before: Mapping[str, object]) -> RunOutcome:
     """Train the run, unless it was finished since its run.json was read."""
     if run.done and run.info != before:
-        return Outcome(run.status)
+        return RunOutcome(run.status)
     ((_, outcome),) = engine([run])
     return outcome
 
 
-def wait_and_train(run: Run, engine: Engine, before: Mapping[str, object]) -> Outcome:
+def wait_and_train(run: Run, engine: Engine, before: Mapping[str, object]) -> RunOutcome:
     """Train the run if the process that is training it does not finish it."""
     while True:
         with locked(run.folder, announce=print):
@@ -124,9 +124,9 @@ def infos_of(runs: Sequence[Run]) -> dict[Path, dict[str, object]]:
     return {run.folder: run.info for run in runs}
 
 
-def print_failures(failures: Sequence[tuple[Run, Outcome]]) -> None:
+def print_failures(failures: Sequence[tuple[Run, RunOutcome]]) -> None:
     """Print every cause once, with commands that try again, and record it for `make status`."""
-    causes = dict[Outcome, list[Run]]()
+    causes = dict[RunOutcome, list[Run]]()
     for run, outcome in failures:
         record_failure(run, outcome)
         causes.setdefault(outcome, []).append(run)
@@ -138,11 +138,11 @@ def print_failures(failures: Sequence[tuple[Run, Outcome]]) -> None:
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:
-    more = [f"    … and {len(runs) - LISTED} more"] if len(runs) > LISTED else []
-    return [f"    {run.command()}" for run in runs[:LISTED]] + more
+    more = [f"    … and {len(runs) - COMMANDS_SHOWN} more"] if len(runs) > COMMANDS_SHOWN else []
+    return [f"    {run.command()}" for run in runs[:COMMANDS_SHOWN]] + more
 
 
-def record_failure(run: Run, outcome: Outcome) -> None:
+def record_failure(run: Run, outcome: RunOutcome) -> None:
     """Write the failure of a run that could not begin; otherwise its record has it."""
     with locked(run.folder) as mine:
         if mine and run.status == Status.MISSING:

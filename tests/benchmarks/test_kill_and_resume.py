@@ -19,7 +19,10 @@ def test_killed_runs_are_continued_to_the_same_record(tmp_path):
     assert len(table) == QUICK and table["same"].all()
     assert set(table["experiment"]) <= set(PROBLEMS) and set(table["moment"]) <= set(MOMENTS)
     page = (tmp_path / "benchmarks/torture.md").read_text()
-    assert "found torn and passed over: 0" in page and "A few kills, for the tests" in page
+    assert (
+        "truncated checkpoints that were skipped: 0" in page
+        and "A few kills, for the tests" in page
+    )
 
 
 def test_a_record_that_differs_is_counted_once():

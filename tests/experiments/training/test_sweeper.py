@@ -19,7 +19,7 @@ from experiments.records.run import Run
 from experiments.records.status import Status
 from experiments.training.execute import no_tags
 from experiments.training.pool import attempt
-from experiments.training.scheduler import Outcome
+from experiments.training.scheduler import RunOutcome
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 
@@ -86,7 +86,7 @@ def test_finished_runs_are_not_launched_again(sweep, capsys):
 
 def test_points_are_combined_with_the_values_of_the_command_line(sweep):
     seen = []
-    launcher = Launcher(train=lambda words: seen.append(words) or Outcome(Status.FINISHED))
+    launcher = Launcher(train=lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
     points = ["optimizer.lr=0.1 optimizer.eps=1", "optimizer.lr=0.2 optimizer.eps=2"]
     sweep(launcher, "seed=0,1", points=points)
     assert launcher.batches == [["0", "1", "0", "1"]]
