@@ -22,6 +22,7 @@ from benchmarks.common import Benchmark, bullet_list, environment
 from experiments.config.compose import compose
 from experiments.products.markdown import markdown_table
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.training.device import pick_device
 from experiments.training.execute import checkpoint_of, execute
 
@@ -52,7 +53,7 @@ def fork_training(run: Run, log: Path) -> int:
     code = 1
     try:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-        code = int(execute(run) != "finished")
+        code = int(execute(run) != Status.FINISHED)
     finally:
         os._exit(code)
 
@@ -89,7 +90,7 @@ def moment_of_kill(run: Run) -> str:
         return "inside a write"
     if kept:
         return "training"
-    return "before the first checkpoint" if run.status == "killed" else "start"
+    return "before the first checkpoint" if run.status == Status.KILLED else "start"
 
 
 def record_of(run: Run) -> dict[str, bytes]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +49,8 @@ from experiments.products.specs import (
 )
 from experiments.records.run import Run, all_runs
 from experiments.records.tracking import account
-from experiments.training.signals import ASKED
+from experiments.training.scheduler import FailedRunsError
+from experiments.training.signals import exit_interrupted
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
+    failed = []
     for name in full_names(kind, names):
         try:
             make(kind, name, overrides)
@@ -83,6 +84,10 @@ def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
             if "all" not in names:
                 raise
             print(f"skipped {error}")
+        except FailedRunsError as error:
+            failed.append(str(error))
+    if failed:
+        raise ConfigError("; ".join(failed))
 
 
 def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -138,7 +143,7 @@ def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
     if not verify(overrides):
-        raise ConfigError("some runs differ from the published ones, see above")
+        raise ConfigError("some runs failed or differ from the published ones, see above")
 
 
 def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -171,5 +176,4 @@ if __name__ == "__main__":
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(128 + (ASKED.by or signal.SIGINT))
+        exit_interrupted()

@@ -15,11 +15,14 @@ ARROWS = {
         "experiments.config", "experiments.products.specs", "experiments.records",
         "experiments.training",
     },
-    "hydra_plugins": {"experiments.config", "experiments.products.specs", "experiments.records"},
+    "hydra_plugins": {
+        "experiments.config", "experiments.products.specs", "experiments.records",
+        "experiments.training.scheduler",
+    },
     "benchmarks": {"adashift", "benchmarks", "experiments"},
     "experiments.__main__": {
         "experiments.config", "experiments.products", "experiments.records",
-        "experiments.training.signals",
+        "experiments.training.scheduler", "experiments.training.signals",
     },
     "experiments.products": {
         "experiments.config", "experiments.products", "experiments.records",
@@ -30,6 +33,14 @@ ARROWS = {
     },
     "experiments.products.verify": {
         "experiments.config", "experiments.records", "experiments.training.pool",
+        "experiments.training.scheduler",
+    },
+    "experiments.training.pool": {
+        "experiments.config", "experiments.data.files", "experiments.records",
+        "experiments.training",
+    },
+    "experiments.training.scheduler": {
+        "experiments.config", "experiments.progress", "experiments.records",
     },
     "experiments.training": {
         "experiments.config", "experiments.progress", "experiments.records", "experiments.task",
@@ -66,7 +77,8 @@ KEPT_IN = {
 }  # fmt: skip
 
 
-NEVER = {"adashift.analysis.theory": {"torch"}}  # formulas need numpy alone
+# formulas need no torch, nor does a process that only starts others
+NEVER = {"adashift.analysis.theory": {"torch"}, "experiments.training.scheduler": {"torch"}}
 
 
 def covers(name: str, module: str) -> bool:

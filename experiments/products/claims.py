@@ -20,6 +20,7 @@ from experiments.products.summaries import STATISTICS
 from experiments.records.files import write_if_changed
 from experiments.records.index import WITHOUT, read_rows
 from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 
@@ -76,7 +77,7 @@ def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float
     function = STATISTICS[statistic]
     try:
         return np.array(
-            [np.nan if r.status == "diverged" else function(r.metrics(), metric) for r in runs]
+            [np.nan if r.status == Status.DIVERGED else function(r.metrics(), metric) for r in runs]
         )
     except KeyError as error:
         raise ConfigError(

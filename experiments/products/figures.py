@@ -27,6 +27,7 @@ from experiments.products.schema import CurvesPanel, HeatmapPanel, Panel, Spec
 from experiments.products.style import Look, label_of, looks_of
 from experiments.records.files import write_if_changed
 from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 plt.rcParams.update(
     {
@@ -72,7 +73,7 @@ class RunGroup:
 def metric_series(run: Run, metric: str) -> pd.Series:
     """Step → value; all NaN for a run that diverged before its first evaluation."""
     metrics = run.metrics().set_index("step")
-    if run.status == "diverged" and metric not in metrics:
+    if run.status == Status.DIVERGED and metric not in metrics:
         return pd.Series(np.nan, index=metrics.index)
     return metrics[metric]
 
@@ -187,7 +188,7 @@ def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.Da
         numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
     ends: dict[int, list[str]] = {}
     for run in group.runs:
-        if run.status == "diverged":
+        if run.status == Status.DIVERGED:
             step, value = last_number(table[run.config.seed])
             ends.setdefault(step, []).append(f"{10.0**value if orders else value:.10g}")
     if ends:

@@ -19,6 +19,7 @@ from experiments.products.schema import SearchPanel, SearchRule, Spec
 from experiments.products.tables import require_runs
 from experiments.records.files import write_text
 from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +111,7 @@ def steps(run: Run) -> int:
 
 
 def counts(runs: Sequence[Run]) -> dict[str, int]:
-    diverged = sum(run.status == "diverged" for run in runs)
+    diverged = sum(run.status == Status.DIVERGED for run in runs)
     return {"runs": len(runs), "diverged": diverged, "steps": steps(runs[0])}
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from experiments.config.gpus import has_gpu
 from experiments.records import provenance, record
 from experiments.records.run import Run
+from experiments.records.status import Status
 
-ORDER = ("finished", "diverged", "running", "interrupted", "killed", "failed", "missing")
-TO_MEND = ("failed", "killed")
 MAX_LISTED = 3  # missing runs; their commands are alike
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -26,26 +25,27 @@ def status_lines(title: str, runs: Sequence[Run], full: bool = False) -> list[st
     `full` also lists missing runs.
     """
     states = [(run, run.status) for run in runs]
-    left = time_left([run for run, state in states if state not in record.FINAL])
+    left = time_left([run for run, state in states if not state.is_final])
     lines = [f"{title}: {counted(state for _, state in states)} of {len(runs)} runs{left}"]
     for run, state in states:
-        if state in TO_MEND:
+        if state.is_failure:
             lines += failure(state, run.info.get("error"), run.command())
     if full:
-        lines += run_lines([run for run, state in states if state in ("missing", "interrupted")])
+        left_out = (Status.MISSING, Status.INTERRUPTED)
+        lines += run_lines([run for run, state in states if state in left_out])
     other = sum(run.done and run.info["commit"] != provenance.commit() for run in runs)
     if other:
         lines.append(f"    {other} were trained at another commit than the current one")
     return lines
 
 
-def counted(states: Iterable[str]) -> str:
+def counted(states: Iterable[Status]) -> str:
     """Return counts such as 4 finished, 1 failed."""
     counts = Counter(states)
-    return ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
+    return ", ".join(f"{counts[name]} {name}" for name in Status if counts[name])
 
 
-def failure(status: str, error: str | None, command: str) -> list[str]:
+def failure(status: Status, error: str | None, command: str) -> list[str]:
     cause = error or record.KILLED
     return [f"    {status}: {' '.join(cause.split())}", f"        {command}"]
 
@@ -63,7 +63,7 @@ def strays(results: Path, known: Iterable[Path]) -> list[str]:
     states = {folder: record.status_of(folder) for folder in sorted(folders)}
     lines = [f"other runs: {counted(states.values())}"]
     for folder, state in states.items():
-        if state in TO_MEND:
+        if state.is_failure:
             info = record.read_info(folder)
             lines += failure(state, info.get("error"), str(info.get("command")))
     return lines
@@ -102,7 +102,7 @@ def run_size(config: Mapping[str, Any]) -> tuple[Any, ...]:
 @cache
 def finished(folder: Path) -> list[dict[str, Any]]:
     infos = (record.read_info(path.parent) for path in folder.glob(f"*/*/{record.INFO}"))
-    return [info for info in infos if info.get("status") == "finished"]
+    return [info for info in infos if Status.in_info(info) == Status.FINISHED]
 
 
 def share(run: Run) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.records.files import write_bytes
+from experiments.records.status import Status
 
 RECORDS_FORMAT = "# AdaShift Lab records, format 1"
 MAX_UNPACKED_BYTES = 2**30  # a small file can unpack to terabytes
@@ -38,8 +39,8 @@ class Published:
     metrics: pd.DataFrame
 
     @property
-    def status(self) -> str:
-        return str(self.info["status"])
+    def status(self) -> Status:
+        return Status.in_info(self.info)
 
 
 Runs = Mapping[str, Published]  # by name, such as "adam-0cd7570d/seed=0"

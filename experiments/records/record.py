@@ -29,13 +29,12 @@ from experiments.records.files import (
     write_bytes,
     write_text,
 )
+from experiments.records.status import Status
 from experiments.records.tracking import Mirror
-
-FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
 
 METRICS, INFO = "metrics.csv", "run.json"
 
-KILLED = "its process was ended from outside; was there memory enough?"
+KILLED = "the process was killed (out of memory?)"
 
 METRICS_COLUMNS = ("step", "metric", "value")
 
@@ -45,14 +44,14 @@ class Record:
 
     >>> with Record(folder, config) as record:
     ...     record.log(100, {"theta": -0.5})
-    ...     record.status = "finished"
+    ...     record.status = Status.FINISHED
     """
 
     def __init__(
         self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
     ) -> None:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
-        self.status, self.step = "interrupted", 0
+        self.status, self.step = Status.INTERRUPTED, 0
         self.files: dict[str, bytes] = {}
         self.about: dict[str, Any] = {}  # more keys of run.json
 
@@ -62,7 +61,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(self.folder)
         if not is_final(self.folder):
-            self.write_info("running")
+            self.write_info(Status.RUNNING)
         # Write to a draft: a finished record stays valid until another one is finished.
         self.draft = self.folder / f".{METRICS}"
         self.file = self.draft.open("w+", newline="")
@@ -108,18 +107,18 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, Exception):
-            self.status = "failed"
+            self.status = Status.FAILED
         try:
             self.close(error)
         finally:
-            self.mirror.finish(failed=self.status != "finished")
+            self.mirror.finish(failed=self.status != Status.FINISHED)
 
     def close(self, error: BaseException | None) -> None:
         """Replace the old record by the new one, unless only the old one is final."""
         with reporting_write_errors(self.draft), self.file:
             self.file.flush()
             os.fsync(self.file.fileno())  # before run.json says that the file is complete
-        if self.status not in FINAL and is_final(self.folder):
+        if not self.status.is_final and is_final(self.folder):
             self.draft.unlink()
             return
         self.draft.replace(self.folder / METRICS)
@@ -128,13 +127,13 @@ class Record:
             self.mirror.keep(self.folder / name)
         self.write_info(self.status, error=repr(error) if error else None)
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: str) -> None:
         """Record a failure before the first step, so that `make status` shows it."""
         self.started, self.begun = time.time(), time.monotonic()
-        self.write_info("failed", error=repr(error))
+        self.write_info(Status.FAILED, error=error)
 
-    def write_info(self, status: str, error: str | None = None) -> None:
-        complete = status != "running" and (self.folder / METRICS).exists()
+    def write_info(self, status: Status, error: str | None = None) -> None:
+        complete = status != Status.RUNNING and (self.folder / METRICS).exists()
         info = {
             "status": status,
             "step": self.step,
@@ -152,17 +151,17 @@ class Record:
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
 
 
-def status_of(folder: Path) -> str:
-    """missing, running, killed, interrupted, failed, diverged or finished."""
-    status = str(read_info(folder).get("status", "missing"))
-    if status == "running" and not is_locked(folder):  # or it has ended in between
-        status = str(read_info(folder).get("status", "missing"))
-        return "killed" if status == "running" else status
+def status_of(folder: Path) -> Status:
+    """Return the status of a run; one that is running although no process trains it was killed."""
+    status = Status.in_info(read_info(folder))
+    if status == Status.RUNNING and not is_locked(folder):
+        status = Status.in_info(read_info(folder))  # its process may have ended in between
+        return Status.KILLED if status == Status.RUNNING else status
     return status
 
 
 def is_final(folder: Path) -> bool:
-    return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
+    return Status.in_info(read_info(folder)).is_final and (folder / METRICS).exists()
 
 
 def read_info(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from experiments.config.errors import ConfigError
 from experiments.config.schema import PARTS, Config, leaves
 from experiments.records import archive, record
 from experiments.records.archive import Published
+from experiments.records.status import Status
 
 GROUPS_BY_NAME = {"experiment", "optimizer_name", "scale"}  # config groups, not values
 
@@ -81,18 +82,22 @@ class Run:
         return {}
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         match self.source:
             case Published() as twin:
                 return twin.status
             case Path() as folder:
                 return record.status_of(folder)
-        return "missing"
+        return Status.MISSING
 
     @property
     def done(self) -> bool:
         source = self.source
         return record.is_final(source) if isinstance(source, Path) else source is not None
+
+    @property
+    def needs_training(self) -> bool:
+        return self.config.force or not self.done
 
     def metrics(self) -> pd.DataFrame:
         source = self.source

@@ -1,93 +1,102 @@
-"""The processes of one run: the first leads, writes and speaks, the others follow."""
+"""The processes of one run under torchrun: the leader writes and prints, the others follow it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from experiments.config.schema import Config
-from experiments.records.record import Record
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.collectives import is_first, world_size
+from experiments.training.loop import Log, StateStore
 
 
-class Team:
-    """The processes of a run. The first says once whether there is something to train."""
+@dataclass(frozen=True)
+class StartMessage:
+    """The leader's message to train, from a state or, if it is None, from the first step."""
 
-    told = False
+    state: dict[str, Any] | None
 
-    def begin(self, state: dict[str, Any] | None) -> None:
-        """All others train too, from this state or, if it is None, from the start."""
-        self.tell({"state": state})
 
-    def tell(self, message: dict[str, Any] | None) -> None:
-        if world_size() > 1 and not self.told:
+class ProcessGroup:
+    """The processes of a run. The leader sends one message; a process alone leads nobody."""
+
+    sent = False
+
+    def send(self, message: StartMessage | None) -> None:
+        if world_size() > 1 and not self.sent:
             dist.broadcast_object_list([message], src=0)
-        self.told = True
+        self.sent = True
 
-    def hear(self) -> dict[str, Any] | None:
+    def receive(self) -> StartMessage | None:
         message: list[Any] = [None]
         dist.broadcast_object_list(message, src=0)
         return message[0]
 
 
 @contextmanager
-def team(device: torch.device) -> Iterator[Team]:
-    """Join the processes that torchrun has started, if it has."""
-    members = Team()
+def process_group(device: torch.device) -> Iterator[ProcessGroup]:
+    """Join the processes that torchrun started, if it did."""
+    group = ProcessGroup()
     if not dist.is_torchelastic_launched():
-        yield members
+        yield group
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    yield members
-    # Not after an error, when the others may wait for something else: torchrun ends them.
+    yield group
+    # Skipped after an error, when followers may wait in another collective: torchrun ends them.
     if is_first():
-        members.tell(None)  # there was nothing to train, unless it has said otherwise
+        group.send(None)  # releases the followers if there was nothing to train
     dist.destroy_process_group()
 
 
-class Leading(Checkpoint):
-    """The checkpoint of the first process: what it finds, all go on from."""
+@dataclass
+class LeaderCheckpoint(StateStore):
+    """The checkpoint of the leader: all processes start from the state that it loads."""
 
-    def __init__(self, checkpoint: Checkpoint, members: Team) -> None:
-        vars(self).update(vars(checkpoint))
-        self.members = members
+    checkpoint: Checkpoint
+    group: ProcessGroup
+
+    @property
+    def due(self) -> bool:
+        return self.checkpoint.due
 
     def load(self) -> dict[str, Any] | None:
-        state = super().load()
-        self.members.begin(state)
+        state = self.checkpoint.load()
+        self.group.send(StartMessage(state))
         return state
 
+    def save(self, state: dict[str, Any]) -> None:
+        self.checkpoint.save(state)
 
-class Following(Checkpoint):
-    """What another process has loaded; nothing is written here."""
 
+@dataclass
+class FollowerCheckpoint(StateStore):
+    """The state that the leader has sent; a follower saves nothing."""
+
+    state: dict[str, Any] | None
     due = False
 
-    def __init__(self, state: dict[str, Any] | None) -> None:
-        self.state = state
-
     def load(self) -> dict[str, Any] | None:
-        return self.state
+        state, self.state = self.state, None  # it takes as much memory as the training
+        return state
 
     def save(self, state: dict[str, Any]) -> None:
         pass
 
 
-class Unwritten(Record):
-    """The record of a process whose first one writes."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(Path(), config)
+class FollowerLog(Log):
+    """The log of a follower, which writes nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def keep(self, files: Mapping[str, bytes]) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,18 +6,36 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from experiments.config.errors import ConfigError, last_line
 from experiments.progress import progress
-from experiments.records.record import Record
+from experiments.records.status import Status
 from experiments.task import CustomStep, Metrics, Step, Task
-from experiments.training.checkpoint import Checkpoint
-from experiments.training.signals import ASKED, answered_after_a_step
+from experiments.training.signals import answered_after_a_step, stop_request
 
 Losses = defaultdict[str, list[Tensor]]
+
+
+class Log(Protocol):
+    """What the loop needs of a record."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def keep(self, files: Mapping[str, bytes]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StateStore(Protocol):
+    """What the loop needs of a checkpoint."""
+
+    @property
+    def due(self) -> bool: ...
+    def load(self) -> dict[str, Any] | None: ...
+    def save(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -26,7 +44,7 @@ class Training:
 
     task: Task
     optimizers: Mapping[str, torch.optim.Optimizer]
-    record: Record
+    record: Log
     done: int = 0  # steps taken
     losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
 
@@ -82,15 +100,15 @@ class Training:
 def train(
     task: Task,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    record: Record,
+    record: Log,
     *,
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None = None,
     title: str = "",
-    checkpoint: Checkpoint | None = None,
-) -> str:
-    """Train until `steps` are done; return "finished", "diverged" or "interrupted".
+    checkpoint: StateStore | None = None,
+) -> Status:
+    """Train until `steps` are done; return FINISHED, DIVERGED or INTERRUPTED.
 
     Metrics are recorded every `log_every` steps and at the end, together with each player's mean
     loss since the last record; if one of them, or a parameter, is NaN or inf, the run has diverged.
@@ -99,7 +117,7 @@ def train(
     """
     training = Training(task, optimizers, record)
     if checkpoint:
-        checkpoint.restore(training)
+        restore(training, checkpoint)
     bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
     try:
         with bar, answered_after_a_step():
@@ -110,7 +128,20 @@ def train(
         if training.finite():
             raise
         training.log({})  # steps and evaluations may raise if a parameter is NaN or inf
-        return "diverged"
+        return Status.DIVERGED
+
+
+def restore(training: Training, checkpoint: StateStore) -> None:
+    state = checkpoint.load()
+    if state is None:
+        return
+    try:
+        training.load_state_dict(state)
+    except Exception as error:  # the training may be half restored, so it cannot start over here
+        raise ConfigError(
+            "the checkpoint was written by incompatible code "
+            f"({type(error).__name__}: {last_line(error)}): use force=true to start the run again"
+        ) from error
 
 
 def take_steps(
@@ -118,9 +149,9 @@ def take_steps(
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None,
-    checkpoint: Checkpoint | None,
+    checkpoint: StateStore | None,
     advance_bar: Callable[[int], object],
-) -> str:
+) -> Status:
     task, record = training.task, training.record
     for step in task.steps():
         if schedule is not None:
@@ -130,14 +161,14 @@ def take_steps(
         over = training.done >= steps
         if over or training.done // log_every > (training.done - step.size) // log_every:
             if not training.log(task.evaluate_at_end() if over else task.evaluate()):
-                return "diverged"
+                return Status.DIVERGED
             if over:
                 record.keep(task.files())
-                return "finished"
-        if checkpoint and (ASKED.by or checkpoint.due):
+                return Status.FINISHED
+        if checkpoint and (stop_request.received or checkpoint.due):
             checkpoint.save(training.state_dict())
-        if ASKED.by:
-            return "interrupted"
+        if stop_request.received:
+            return Status.INTERRUPTED
     raise RuntimeError(
         f"{type(task).__name__}.steps() ended after {training.done} of {steps} steps"
     )

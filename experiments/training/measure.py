@@ -9,8 +9,9 @@ import torch
 
 from experiments.progress import progress
 from experiments.records.record import Record
+from experiments.records.status import Status
 from experiments.task import Measurement
-from experiments.training.signals import ASKED, answered_after_a_step
+from experiments.training.signals import answered_after_a_step, stop_request
 
 
 def measure(
@@ -21,8 +22,8 @@ def measure(
     steps: int | None,
     log_every: int,
     title: str = "",
-) -> str:
-    """Compute at most `steps` rows; return "finished", "diverged" or "interrupted".
+) -> Status:
+    """Compute at most `steps` rows; return FINISHED, DIVERGED or INTERRUPTED.
 
     Every `log_every`-th row is recorded, and row number `steps`; the step of a row is its number,
     starting at 1. A recorded row with NaN or inf ends the run as diverged.
@@ -33,7 +34,7 @@ def measure(
             if step % log_every == 0 or step == steps:
                 record.log(step, row)
                 if not all(map(math.isfinite, row.values())):
-                    return "diverged"
-            if ASKED.by and step != steps:
-                return "interrupted"
-    return "finished"
+                    return Status.DIVERGED
+            if stop_request.received and step != steps:
+                return Status.INTERRUPTED
+    return Status.FINISHED

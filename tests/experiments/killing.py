@@ -1,5 +1,9 @@
 """Runs that die in this process, at a chosen moment."""
 
+import os
+import signal
+
+from adashift import AdaShift
 from experiments.config.compose import compose
 from experiments.records.run import Run
 from experiments.training.checkpoint import Checkpoint
@@ -25,3 +29,10 @@ def die_after(monkeypatch, saves):
             raise Killed
 
     monkeypatch.setattr(Checkpoint, "save", save_and_die)
+
+
+class Lethal(AdaShift):
+    """Kills its process at the first step, as the system does when memory runs out."""
+
+    def step(self, closure=None):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -363,7 +363,7 @@ def test_the_published_records_of_this_project_are_valid_and_small():
     assert "counterexample_stochastic" in names
     for experiment in names:
         for name, found in archive.load(published, experiment).items():
-            assert found.status in record.FINAL and len(found.metrics) and found.info["command"]
+            assert found.status.is_final and len(found.metrics) and found.info["command"]
             assert "dirty" not in found.info["commit"], name
 
 

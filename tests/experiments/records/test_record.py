@@ -13,6 +13,7 @@ from experiments.products.specs import figures_using
 from experiments.records import tracking
 from experiments.records.record import Record, read_info, read_metrics
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.records.tracking import decide_mode, logged_in
 from experiments.training.execute import execute
 
@@ -28,7 +29,7 @@ def test_metrics_are_read_bit_identical(tmp_path):
     with Record(tmp_path, request(tmp_path).config) as record:
         for step, value in enumerate(values, 1):
             record.log(step, {"x": value, "y": -value} if step % 2 else {"x": value})
-        record.status = "finished"
+        record.status = Status.FINISHED
     table = read_metrics(tmp_path)
     assert table["x"].tolist() == values
     assert table["y"].dropna().tolist() == [-values[0], -values[2]]

@@ -44,7 +44,7 @@ def measured(measurement, steps, log_every=1):
 @pytest.fixture
 def stop_request(monkeypatch):
     """Forget the signal after the test."""
-    monkeypatch.setattr(signals.ASKED, "by", None)
+    monkeypatch.setattr(signals.stop_request, "received", None)
 
 
 def test_endless_rows_end_after_the_given_steps():
