@@ -178,7 +178,7 @@ def shifts(contenders: Iterable[Contender], size: int) -> list[list[Contender]]:
     return parts
 
 
-def build(contender: Contender, shapes: Shapes) -> Any:
+def warmed_up(contender: Contender, shapes: Shapes) -> Any:
     """The optimizer over parameters and gradients of its own, past the steps without motion."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -219,7 +219,7 @@ def state_bytes(optimizer: Any) -> int:
 
 def run_shift(members: Sequence[Contender], shapes: Shapes, rounds: int) -> list[dict[str, Any]]:
     gc.collect()  # what the last shift held
-    entrants = {c.name: build(c, shapes) for c in members}
+    entrants = {c.name: warmed_up(c, shapes) for c in members}
     copy = Copy(max(numel(shapes), min(25_000_000, 4 * numel(shapes))))
     times = interleave(entrants | {COPY: copy}, rounds)
     bandwidth = 4 * copy.words() / times[COPY].median()

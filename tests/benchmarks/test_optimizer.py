@@ -92,7 +92,7 @@ def test_shifts_keep_to_the_memory_and_all_have_the_reference():
 def test_windows_are_whole_and_the_warm_up_is_past_n(m):
     assert bench.CYCLE % m == 0 or m == 3
     contender = bench.ours(n=m)
-    optimizer = bench.build(contender, [(4,)])
+    optimizer = bench.warmed_up(contender, [(4,)])
     assert isinstance(optimizer, AdaShift)
     (p,) = optimizer.param_groups[0]["params"]
     before = p.detach().clone()

@@ -322,7 +322,7 @@ def test_a_run_that_diverged_is_drawn_and_counted(tmp_path, conf):
 def test_a_slip_in_the_rule_is_named(tmp_path, conf):
     path = tmp_path / "conf/table/05.yaml"
     path.write_text(TABLE.replace("best: highest", "best: fastest"))
-    with pytest.raises(ConfigError, match="best=fastest is refused"):
+    with pytest.raises(ConfigError, match="best=fastest is invalid"):
         search_tables.rule_of(load_spec("table", "05"))
     path.write_text(TABLE.replace("sweeps: [lr]", "sweeps: [lrr]"))
     with pytest.raises(ConfigError, match="sweep=lrr is unknown"):

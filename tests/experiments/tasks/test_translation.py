@@ -179,7 +179,7 @@ def test_the_most_frequent_words_have_numbers_and_others_are_unknown():
 
 
 def test_a_vocabulary_has_room_for_the_marks():
-    with pytest.raises(ConfigError, match=r"task\.data\.words=3 is refused"):
+    with pytest.raises(ConfigError, match=r"task\.data\.words=3 is invalid"):
         task_of("data.words=3")
 
 
