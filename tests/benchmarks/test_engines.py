@@ -12,6 +12,7 @@ from benchmarks.engines import SERIAL, Sweep, readable, trained_again
 from experiments.config.paths import ROOT
 
 
+@pytest.mark.slow
 def test_a_disturbed_sweep_gives_the_records_of_an_undisturbed_one(tmp_path):
     command = [sys.executable, "-m", "benchmarks.engines", "--quick", "--results", tmp_path]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -191,7 +191,11 @@ def test_evaluation_counts_every_test_image(monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "tolerance"),
-    [("channels_last", 3e-4), ("autocast", 0.05), ("compile", 3e-4)],
+    [
+        ("channels_last", 3e-4),
+        ("autocast", 0.05),
+        pytest.param("compile", 3e-4, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_faster_on_a_gpu_computes_the_same(option, tolerance):
     """Six steps: losses and parameters stay as near as rounding in that precision allows."""

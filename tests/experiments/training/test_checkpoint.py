@@ -26,8 +26,8 @@ from tests.experiments.killing import Killed, die_after, run_of
 CPU = torch.device("cpu")
 EXPERIMENTS = {
     "mnist_lr": [],
-    "mnist_correlation": [],
-    "mnist_net_update": [],
+    "mnist_correlation": ["task.hidden=[8,8]"],
+    "mnist_net_update": ["task.hidden=[8,8]"],
     "resnet_cifar10": [],
     "densenet_cifar10": ["model.dropout=0.2"],
     "wgan_critic": ["task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"],
@@ -221,6 +221,7 @@ def start(tmp_path, *words):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
     words = ["steps=3000", "log_every=500"]
