@@ -113,11 +113,6 @@ def test_a_sweep_is_no_part_of_a_run_and_is_read_as_hydra_does(name):
     assert swept == plain
 
 
-def test_an_unknown_sweep_is_one_line():
-    with pytest.raises(ConfigError, match="sweep=nonsense is unknown: choose one of adashift"):
-        sweep_points("nonsense")
-
-
 def test_run_py_and_a_table_make_the_same_runs(tmp_path):
     words = [f"results={tmp_path}", "scale=smoke", "tracking=off"]
     sweep = ["run.py", "-m", "sweep=lr", "experiment=mnist_lr", "optimizer=adam"]

@@ -150,7 +150,8 @@ def test_a_process_that_is_killed_costs_its_own_run_alone(sweep, capsys):
 
 def test_with_force_a_record_from_before_does_not_hide_that_its_run_failed(sweep):
     sweep(Engine(), "seed=0,1,2")
-    before = {run.folder: run.info["started"] for run in sweep.runs(range(3))}
+    records = [run.folder / "run.json" for run in sweep.runs(range(3))]
+    before = [path.stat().st_mtime_ns for path in records]
 
     def train(words):
         if word_of(words, "seed") == "1":
@@ -160,7 +161,9 @@ def test_with_force_a_record_from_before_does_not_hide_that_its_run_failed(sweep
     engine = Engine(train)
     with pytest.raises(ConfigError, match="1 of 3 runs failed"):
         sweep(engine, "seed=0,1,2", "force=true")
-    assert engine.batches == [["0", "1", "2"], ["1"], ["2"]] and len(before) == 3
+    assert engine.batches == [["0", "1", "2"], ["1"], ["2"]]
+    trained = [path.stat().st_mtime_ns > time for path, time in zip(records, before, strict=True)]
+    assert trained == [True, False, True]
 
 
 def test_a_full_disk_is_told_as_what_it_is(sweep, capsys):
