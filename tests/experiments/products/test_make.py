@@ -246,6 +246,7 @@ def test_the_help_lists_the_choices():
     assert "counterexample_stochastic" in out and "spatial_only" in out and "_style" not in out
 
 
+@pytest.mark.slow
 def test_run_py_sweeps(tmp_path):
     out = command(
         "run.py", "-m", f"results={tmp_path}", "scale=smoke", "tracking=offline",
