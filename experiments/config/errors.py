@@ -21,6 +21,14 @@ from experiments.config.schema import PARTS, Config
 
 MAX_VALUE_LENGTH = 80  # characters of a value in a message
 
+# How pydantic's messages start → how ours do; the first that fits is used.
+EXPECTATIONS = {
+    "Input should be greater": "expected a value greater",
+    "Input should be less": "expected a value less",
+    "Input should be": "expected",
+    "String should match pattern": "expected a string that matches",
+}
+
 SUGGESTION_GROUPS = ("experiment", "optimizer", "tracking")
 
 
@@ -67,9 +75,12 @@ def validation_message(error: ValidationError) -> str:
 
 
 def expectation(error: ValidationError) -> str:
-    """What pydantic expected, as in 'expected greater than or equal to 0'."""
+    """What pydantic expected, as in 'expected a value greater than 0'."""
     message = error.errors()[0]["msg"]
-    return (message[:1].lower() + message[1:]).replace("input should be", "expected", 1)
+    for start, words in EXPECTATIONS.items():
+        if message.startswith(start):
+            return words + message.removeprefix(start)
+    return message[:1].lower() + message[1:]
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -98,7 +109,9 @@ def hydra_message(text: str) -> str:
         add = f" (+{key}=… adds a key that its class takes)" if "." in key else ""
         return f"{key} is an unknown key{suggestion(key)}{add}"
     line = " ".join(text.split("\n")[0].split())
-    return f"cannot parse an override: {line}" if "override_grammar" in text else line
+    if "override_grammar" in text:
+        return f"cannot parse an override: {line}; check its brackets and quotes"
+    return line
 
 
 def known_keys() -> str:
