@@ -19,8 +19,8 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
-        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines kill-and-resume fuzz test lint \
-        audit format setup setup-cluster lock docker docker-cpu clean distclean
+        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines kill-and-resume fuzz test \
+        test-all lint audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # every line of this file that starts with two hashes, in order
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -105,12 +105,18 @@ kill-and-resume: $(READY)
 
 ##
 ## Work on the code
-# one thread for each of the two processes: threads that fight over cores are many times slower
-##   test                   run the tests; TESTS=tests/adashift chooses some
-test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(TESTS) $(ARGS)
+# one thread for each of the two processes: more threads than cores are many times slower
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-##   fuzz                   300 command lines that are new every time: each runs or is refused in one line
+##   test                   run the tests that are not marked slow; TESTS=tests/adashift selects some
+test: $(READY)
+	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+##   test-all               run every test
+test-all: $(READY)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+##   fuzz                   try 300 random command lines: each runs or fails with a one-line error
 fuzz: $(READY)
 	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/config/test_overrides.py $(ARGS)
 

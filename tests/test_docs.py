@@ -1,4 +1,4 @@
-"""What the documents say of the code must be so."""
+"""README and docs match the code and the published results."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "results/published/README.md", *(ROOT / "docs").glob("*.md")]
 
 
-def test_every_erratum_has_its_test_and_every_test_its_erratum():
+def test_every_erratum_has_a_test_and_every_test_an_erratum():
     page = (ROOT / "docs/errata.md").read_text()
     code = (ROOT / "tests/adashift/analysis/test_errata.py").read_text()
     named = set(re.findall(r"`(test_E\d+\w*)`", page))
@@ -27,12 +27,12 @@ def test_every_erratum_has_its_test_and_every_test_its_erratum():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_work(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-def test_the_readme_names_every_optimizer_and_only_targets_that_exist():
+def test_the_readme_names_every_optimizer_and_only_existing_targets():
     text = (ROOT / "README.md").read_text()
     assert all(f.stem in text for f in (ROOT / "conf/optimizer").glob("*.yaml"))
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+\d*)", text, re.MULTILINE)) - {"help"}
@@ -42,14 +42,14 @@ def test_the_readme_names_every_optimizer_and_only_targets_that_exist():
         assert re.search(rf"^##   .*\b{name}\b", help_text, re.MULTILINE), target
 
 
-def test_the_gallery_tells_the_verdicts_of_the_results():
+def test_the_gallery_has_the_published_verdicts():
     text = (ROOT / "README.md").read_text()
     verdicts = {p.label: p.verdict for p in load_products((ROOT / "results/published", ""))}
     shown = re.findall(r"!\[\]\(\S+\) \[(Figure \d+)\]\(\S+\): ([^.]+)\.", text)
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
 
 
-def test_the_readme_has_the_published_numbers_of_claims():
+def test_the_readme_has_the_published_claim_counts():
     text = (ROOT / "README.md").read_text()
     products = load_products((ROOT / "results/published", ""))
     claims = [row for product in products for row in product.claims]
@@ -62,11 +62,11 @@ def test_the_version_is_the_same_everywhere():
     assert f"## {adashift.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-# -- the worked examples -----------------------------------------------------------------------
+# -- worked examples -----------------------------------------------------------------------
 
 
 def blocks(heading):
-    """The fenced blocks of a chapter of the README: (language, text)."""
+    """The code blocks of a README section: (language, text)."""
     text = (ROOT / "README.md").read_text()
     chapter = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^```(\w*)\n(.*?)^```", chapter, re.MULTILINE | re.DOTALL)
@@ -74,7 +74,7 @@ def blocks(heading):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the project to write into; its data are at hand."""
+    """A copy of the project that a test may write to."""
     folder = tmp_path / "clone"
     for name in ("conf", "adashift", "experiments", "examples"):
         shutil.copytree(ROOT / name, folder / name)
@@ -83,8 +83,8 @@ def clone(tmp_path):
 
 
 def follow(clone, heading):
-    """Write the files of a chapter and type its commands, at smoke scale; return what they said."""
-    said = []
+    """Write the files of a section and run its commands at smoke scale; return their output."""
+    output = []
     for language, text in blocks(heading):
         if language:
             path, content = text.removeprefix("# ").split("\n", 1)
@@ -92,31 +92,33 @@ def follow(clone, heading):
             continue
         (line,) = text.splitlines()
         words = line.split("#")[0].split()
-        if words[0] == "make":  # what the Makefile makes of it is tested in test_project.py
+        if words[0] == "make":  # test_project.py tests the Makefile
             extra = words[2].removeprefix("EXTRA=")
             words = ["python", "-m", "experiments", "--extra", extra, "figure", words[1][7:]]
         command = [sys.executable, *words[1:], "scale=smoke", "tracking=off"]
         out = subprocess.run(command, cwd=clone, capture_output=True, text=True)
         assert out.returncode == 0, f"{line}\n{out.stderr}"
-        said.append(out.stdout)
-    return said
+        output.append(out.stdout)
+    return output
 
 
-def test_your_own_optimizer_is_a_run_and_a_curve(clone):
+@pytest.mark.slow
+def test_a_custom_optimizer_is_trained_and_drawn(clone):
     words = ["-m", "experiments", "figure", "3", "scale=smoke", "tracking=off"]
     subprocess.run([sys.executable, *words], cwd=clone, check=True, capture_output=True)
-    usual = clone / "results/figures/figure-03-smoke.csv"
-    before = usual.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
+    default = clone / "results/figures/figure-03-smoke.csv"
+    before = default.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
     run, figure = follow(clone, "Your own optimizer in ten minutes")
     assert run.endswith("finished\n")
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
     new = set(clone.glob("results/runs/mnist_mlp/*/*")) - before[1]
     assert {path.parent.name.split("-")[0] for path in new} == {"own", "signum"}
-    assert usual.read_bytes() == before[0]
+    assert default.read_bytes() == before[0]
 
 
-def test_your_own_experiment_and_figure_are_trained_drawn_and_judged(clone):
+@pytest.mark.slow
+def test_a_custom_experiment_and_figure_are_trained_drawn_and_judged(clone):
     run, figure = follow(clone, "Your own experiment, your own figure")
     assert run.endswith("finished\n") and "drawn from 6 runs" in figure and "V1 " in figure
     assert (clone / "results/figures/figure-valley-smoke.png").exists()

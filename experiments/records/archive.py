@@ -24,7 +24,7 @@ from experiments.records.files import write_bytes
 from experiments.records.status import Status
 
 RECORDS_FORMAT = "# AdaShift Lab records, format 1"
-MAX_UNPACKED_BYTES = 2**30  # a small file can unpack to terabytes
+MAX_RECORDS_BYTES = 2**30  # a small file can unpack to terabytes
 
 
 class RecordsError(OSError):
@@ -92,14 +92,14 @@ def parse(text: bytes) -> Runs:
 def unpack(path: Path) -> bytes:
     try:
         with lzma.open(path) as file:
-            text = file.read(MAX_UNPACKED_BYTES + 1)
+            text = file.read(MAX_RECORDS_BYTES + 1)
     except (lzma.LZMAError, EOFError) as error:
         raise RecordsError(
             f"{path} is truncated or not an xz file: restore it with git checkout -- {path}"
         ) from error
-    if len(text) > MAX_UNPACKED_BYTES:
+    if len(text) > MAX_RECORDS_BYTES:
         raise RecordsError(
-            f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes: "
+            f"{path} unpacks to more than {MAX_RECORDS_BYTES:,} bytes: "
             f"restore it with git checkout -- {path}"
         )
     return text

@@ -18,6 +18,7 @@ from benchmarks.engines import (
 from experiments.config.paths import ROOT
 
 
+@pytest.mark.slow
 def test_a_disturbed_sweep_writes_the_records_of_an_undisturbed_one(tmp_path):
     command = [sys.executable, "-m", "benchmarks.engines", "--quick", "--results", tmp_path]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

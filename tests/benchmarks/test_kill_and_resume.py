@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pandas as pd
+import pytest
 
 from benchmarks.kill_and_resume import MOMENTS, PROBLEMS, QUICK_KILLS, kills_summary
 from experiments.config.paths import ROOT
 
 
+@pytest.mark.slow
 def test_killed_runs_are_resumed_to_the_same_record(tmp_path):
     command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--quick", "--results", tmp_path]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

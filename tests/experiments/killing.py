@@ -1,4 +1,4 @@
-"""Runs that die in this process, at a chosen moment."""
+"""Kills a run in this process at a chosen checkpoint."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from experiments.training.checkpoint import Checkpoint
 
 
 class Killed(BaseException):
-    """As sudden as a power cut: nothing of the project catches it."""
+    """Not an Exception: like a power failure, no code of the project catches it."""
 
 
 def run_of(results, experiment, *words, optimizer="adashift"):
@@ -19,7 +19,7 @@ def run_of(results, experiment, *words, optimizer="adashift"):
 
 
 def die_after(monkeypatch, saves):
-    """The process ends when so many checkpoints have been written."""
+    """Raise Killed right after checkpoint number `saves` + 1."""
     count = iter(range(saves))
     save = Checkpoint.save
 

@@ -22,6 +22,7 @@ from experiments.config.paths import ROOT
 from experiments.data import batches, files, mnist
 from experiments.data.batches import Batches, generator
 from experiments.data.files import DataError, Download, FileSet, NpmPackage, data_folders, fetch
+from tests.experiments.command_line import run_py
 
 CPU = torch.device("cpu")
 CONTENT = {"a": b"first file", "b": b"second file"}
@@ -276,18 +277,18 @@ def test_without_network_and_npm_the_error_lists_three_fixes(cache, tmp_path, mo
     assert kept(cache) == {} and not list(cache.glob(".partial-*"))
 
 
-def test_invalid_data_is_reported_in_one_line_and_starts_no_run(tmp_path):
+def test_invalid_data_is_reported_in_one_line_and_starts_no_run(tmp_path, monkeypatch):
     (tmp_path / "data/MNIST/raw").mkdir(parents=True)
     (tmp_path / "data/MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1")
-    words = ["experiment=mnist_lr", "optimizer=adam", f"results={tmp_path / 'results'}"]
-    env = os.environ | {"ADASHIFT_DATA": str(tmp_path / "data")}
-    for command in (["run.py", *words], ["-m", "experiments", "figure", "2", words[-1]]):
-        out = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
-        )
-        assert out.returncode == 1
-        assert out.stderr.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels"), out.stderr
-        assert out.stderr.count("\n") == 1 and "4 bytes" in out.stderr
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
+    mnist.load_mnist.cache_clear()
+    results = f"results={tmp_path / 'results'}"
+    command = [sys.executable, "-m", "experiments", "figure", "2", results]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 1
+    for error in (run_py("experiment=mnist_lr", "optimizer=adam", results), out.stderr.rstrip()):
+        assert error.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels"), error
+        assert "\n" not in error and "4 bytes" in error
     assert not (tmp_path / "results").exists()
 
 

@@ -323,5 +323,5 @@ def test_invalid_settings_are_reported_by_name(target, settings, wrong):
     node = {"_target_": f"experiments.models.{target}", **settings, "blocks": [1, 1]}
     assert isinstance(build(node, "task.net"), nn.Module)
     (key,) = wrong
-    with pytest.raises(ConfigError, match=rf"task\.net\.{key}=.* is refused"):
+    with pytest.raises(ConfigError, match=rf"task\.net\.{key}=.* is invalid"):
         build(node | wrong, "task.net")

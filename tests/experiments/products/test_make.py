@@ -22,7 +22,9 @@ from experiments.products.specs import load_spec, specs
 from experiments.records.record import hash_metrics
 from experiments.records.run import Run
 from experiments.training.execute import execute
+from tests.experiments.command_line import run_py
 
+FAST_FIGURES = ("01", "08")  # one for each way of drawing
 TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
 
 
@@ -35,6 +37,7 @@ def ask(results, *words):
     cli.main([*words, f"results={results}", "scale=smoke", "tracking=off"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "optimizer"), TUNED)
 def test_every_tuned_pair_trains_and_records_the_declared_metrics(results, experiment, optimizer):
     pair = [f"experiment={experiment}", f"optimizer={optimizer}"]
@@ -53,7 +56,13 @@ def test_every_experiment_has_a_tuned_pair():
     assert {experiment for experiment, _ in TUNED} == {*choices_of("experiment")}
 
 
-@pytest.mark.parametrize("name", [path.stem for path in specs("figure")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=() if path.stem in FAST_FIGURES else pytest.mark.slow)
+        for path in specs("figure")
+    ],
+)
 def test_a_figure_is_drawn_once(results, capsys, name):
     ask(results, "figure", name)
     first = capsys.readouterr().out
@@ -202,17 +211,28 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["experiment=nonsense"], "experiment=nonsense is unknown"),
-        (["optimizer.betas=[1.2,0.9]"], "optimizer.betas=[1.2, 0.9] is refused"),
+        (["optimizer.betas=[1.2,0.9]"], "optimizer.betas=[1.2, 0.9] is invalid"),
         (["experiment=lemma_2", "optimizer=sgd"], "optimizer.lr has no value"),
-        (["optimizer.phi=median"], "phi is 'median'"),
         (["task.block=0"], "task.block=0"),
         (["experiment=lemma_2", "optimizer=adashift", "optimizer.lr=1"], "use optimizer=adam"),
         (["experiment=net_update_factor", "+optimizer.weight_decay=0.1"], "weight_decay"),
-        (["-m", "seed=-1,2"], "seed=-1 is refused"),
     ],
 )
-def test_run_py_reports_errors_in_one_line_and_writes_nothing(tmp_path, words, message):
+def test_run_py_reports_errors_in_one_line_and_writes_nothing(tmp_path, capfd, words, message):
+    error = run_py(*words, f"results={tmp_path / 'results'}")
+    assert error.startswith("error: ") and "\n" not in error and message in error
+    assert capfd.readouterr() == ("", "") and not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["experiment=nonsense"], "experiment=nonsense is unknown"),
+        (["optimizer.phi=median"], "phi is 'median'"),
+        (["-m", "seed=-1,2"], "seed=-1 is invalid"),
+    ],
+)
+def test_run_py_prints_the_error_to_stderr_and_exits_with_1(tmp_path, words, message):
     out = command("run.py", *words, f"results={tmp_path / 'results'}")
     assert out.returncode == 1 and out.stdout == ""
     assert out.stderr.count("\n") == 1 and message in out.stderr
@@ -221,9 +241,8 @@ def test_run_py_reports_errors_in_one_line_and_writes_nothing(tmp_path, words, m
 
 def test_an_invalid_results_folder_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    out = command("run.py", "scale=smoke", f"results={tmp_path / 'file'}")
-    assert out.returncode == 1 and "Traceback" not in out.stderr
-    assert out.stderr.startswith("error: ") and str(tmp_path / "file") in out.stderr
+    error = run_py("scale=smoke", f"results={tmp_path / 'file'}")
+    assert error.startswith("error: ") and "\n" not in error and str(tmp_path / "file") in error
 
 
 def test_run_py_works_from_anywhere(tmp_path):
@@ -238,14 +257,15 @@ def test_the_help_lists_the_choices():
     assert "counterexample_stochastic" in out and "spatial_only" in out and "_style" not in out
 
 
+@pytest.mark.slow
 def test_run_py_sweeps(tmp_path):
     out = command(
         "run.py", "-m", f"results={tmp_path}", "scale=smoke", "tracking=offline",
-        "optimizer=adam,amsgrad,adashift", "seed=range(0,4)",
+        "optimizer=adam,adashift", "seed=range(0,2)",
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
-    assert len(list(tmp_path.glob("runs/*/*/seed=*/metrics.csv"))) == 12
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 12  # one W&B run for each job
+    assert len(list(tmp_path.glob("runs/*/*/seed=*/metrics.csv"))) == 4
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 4  # one W&B run for each job
 
 
 def test_hydra_full_error_shows_the_traceback(tmp_path, monkeypatch):

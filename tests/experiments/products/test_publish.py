@@ -20,6 +20,7 @@ from experiments.records import archive, provenance, record
 from experiments.records.agreement import compare
 from experiments.records.archive import Published
 from experiments.records.run import Run, all_runs, cached_config
+from tests.experiments.command_line import run_py
 
 SMALL = "[experiment=counterexample_stochastic, steps=400, log_every=40, task.warm_up=10]"
 FIGURE = f"""
@@ -120,22 +121,18 @@ def test_records_all_uses_own_runs_then_published_ones_and_trains_the_rest(lab):
     assert here == [False, True, True, True, True, False]
 
 
-def test_a_single_run_can_use_published_records(lab):
+def test_a_single_run_can_use_published_records(lab, capsys):
     lab("figure", "1")
     lab("publish")
     words = [*lab.runs()[0].words(), *lab.words, "tracking=off"]
     away = [*words, f"results={lab.results}-2"]
-
-    def run_py(*more):
-        command = [sys.executable, "run.py", *more]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    assert "already published" in run_py(*away, "records=all").stdout
-    out = run_py(*away)
-    assert out.stdout.endswith("finished\ncompared with the published run: identical\n"), out.stderr
-    missing = run_py(*away, "records=published", "optimizer.lr=0.5")
-    assert missing.returncode == 1 and "is not published: use records=own" in missing.stderr
-    assert missing.stderr.count("\n") == 1
+    assert run_py(*away, "records=all") is None
+    assert "already published" in capsys.readouterr().out
+    assert run_py(*away) is None
+    out = capsys.readouterr().out
+    assert out.endswith("finished\ncompared with the published run: identical\n")
+    error = run_py(*away, "records=published", "optimizer.lr=0.5")
+    assert "is not published: use records=own" in error and "\n" not in error
 
 
 # -- publish -----------------------------------------------------------------------------------
@@ -225,6 +222,7 @@ cli.main(["publish", *sys.argv[2:]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [1, 3])
 def test_a_publication_that_is_killed_changes_nothing(lab, tmp_path, writes):
     lab("figure", "1")

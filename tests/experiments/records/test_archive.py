@@ -107,7 +107,7 @@ def test_a_file_with_a_valid_checksum_but_no_records_is_an_error(tmp_path):
 
 
 def test_a_small_file_cannot_exhaust_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "MAX_UNPACKED_BYTES", 1000)
+    monkeypatch.setattr(archive, "MAX_RECORDS_BYTES", 1000)
     path = tmp_path / "bomb.csv.xz"
     path.write_bytes(lzma.compress(bytes(10_000)))
     with pytest.raises(RecordsError, match="more than 1,000 bytes"):

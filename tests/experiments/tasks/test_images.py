@@ -191,7 +191,11 @@ def test_evaluation_counts_every_test_image(monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "tolerance"),
-    [("channels_last", 3e-4), ("autocast", 0.05), ("compile", 3e-4)],
+    [
+        ("channels_last", 3e-4),
+        ("autocast", 0.05),
+        pytest.param("compile", 3e-4, marks=pytest.mark.slow),
+    ],
 )
 def test_settings_for_speed_compute_the_same(option, tolerance):
     """After six steps, losses and parameters agree up to rounding in that precision."""

@@ -27,8 +27,8 @@ from tests.experiments.killing import Killed, die_after, run_of
 CPU = torch.device("cpu")
 EXPERIMENTS = {
     "mnist_lr": [],
-    "mnist_correlation": [],
-    "mnist_net_update": [],
+    "mnist_correlation": ["task.hidden=[8,8]"],
+    "mnist_net_update": ["task.hidden=[8,8]"],
     "resnet_cifar10": [],
     "densenet_cifar10": ["model.dropout=0.2"],
     "wgan_critic": ["task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"],
@@ -222,6 +222,7 @@ def start(tmp_path, *words):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_run_stopped_by_a_signal_resumes(number, tmp_path):
     words = ["steps=3000", "log_every=500"]

@@ -27,6 +27,7 @@ def torchrun(folder, *words):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one(tmp_path):
     one = Run(compose([*WORDS, f"results={tmp_path / 'one'}"]))
     assert execute(one) == "finished"
@@ -43,6 +44,7 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     assert ours["classifier/loss"].iloc[0] - ours["classifier/loss"].iloc[-1] > 0.3
 
 
+@pytest.mark.slow
 def test_torchrun_saves_a_checkpoint_when_it_is_stopped(tmp_path):
     words = [*WORDS[:-1], "steps=100000", "checkpoint_every=0.5", f"results={tmp_path}"]
     run = Run(compose(words))

@@ -1,6 +1,7 @@
 """Faults around a run: each is reported in one line, and no other run is affected."""
 
 import errno
+import hashlib
 import os
 import resource
 import shutil
@@ -96,12 +97,16 @@ def test_a_finished_record_that_was_truncated_is_an_error(tmp_path):
 
 @pytest.fixture
 def own_data(tmp_path, monkeypatch):
-    """A copy of MNIST's files, and no source to download them from."""
+    """Files in the place of MNIST, with checksums of their own and no source to download from."""
     raw = tmp_path / "data/MNIST/raw"
     raw.mkdir(parents=True)
-    for path in data_files.fetch(mnist.MNIST_FILES).values():
-        shutil.copy(path, raw)
-    monkeypatch.setattr(mnist, "MNIST_FILES", replace(mnist.MNIST_FILES, sources=list))
+    content = {name: 20 * name.encode() for name in mnist.MNIST_FILES.checksums}
+    for name, data in content.items():
+        (raw / name).write_bytes(data)
+    sums = {name: f"md5:{hashlib.md5(data).hexdigest()}" for name, data in content.items()}
+    monkeypatch.setattr(
+        mnist, "MNIST_FILES", replace(mnist.MNIST_FILES, checksums=sums, sources=list)
+    )
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
     mnist.load_mnist.cache_clear()
     yield raw
