@@ -104,7 +104,7 @@ def merge_files(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
 
 def file_chosen(group: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
     """Which file of a group overrides choose, and the config with it, before values are set."""
-    chosen, choices = choose(tuple(word for word in overrides if word.startswith(f"{group}=")))
+    chosen, choices = merge_files(tuple(word for word in overrides if word.startswith(f"{group}=")))
     return choices[group], chosen
 
 

@@ -135,6 +135,9 @@ def last_line(error: BaseException) -> str:
 
 
 def invalid(key: str, value: Any, expected: str) -> str:
+    return f"{key}={shortened_value(value)} is invalid: {expected}"
+
+
+def shortened_value(value: Any) -> str:
     text = json.dumps(value, default=str).strip('"')
-    short = text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
-    return f"{key}={short} is invalid: {expected}"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from experiments.config.compose import file_chosen
-from experiments.config.errors import ConfigError, shown
+from experiments.config.errors import ConfigError, shortened_value
 from experiments.products.schema import Spec, nearest
 from experiments.products.summaries import OTHER_METRICS
 
@@ -41,7 +41,7 @@ def explain_problem(problem: ErrorDetails, raw: Any) -> str:
         case "union_tag_invalid":
             tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
             return f"{key}.draw={tag} is invalid: expected one of {expected}"
-    value = f"{key}={shown(problem['input'])}".removeprefix("=")
+    value = f"{key}={shortened_value(problem['input'])}".removeprefix("=")
     return f"{value} is invalid: {message[0].lower()}{message[1:]}"
 
 
