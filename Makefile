@@ -60,7 +60,7 @@ theory surprises claims: $(READY)
 status: $(READY)
 	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) $(WORDS)
 
-##   sweep-lr, sweep-n …    a search of conf/sweep, with ARGS="experiment=mnist_mlp optimizer=adam 'seed=range(0,3)'"
+##   sweep-betas …          run a sweep of conf/sweep; needs ARGS="experiment=resnet_cifar10 optimizer=adashift"
 $(SWEEPS): sweep-%: $(READY)
 	@$(PY) run.py -m sweep=$* scale=$(SCALE) $(ARGS)
 

@@ -112,7 +112,7 @@ def test_your_own_optimizer_is_a_run_and_a_curve(clone):
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
     new = set(clone.glob("results/runs/mnist_mlp/*/*")) - before[1]
-    assert {path.parent.name.split("-")[0] for path in new} == {"own", "signum"}
+    assert {path.parent.name.split("-")[0] for path in new} == {"custom", "signum"}
     assert usual.read_bytes() == before[0]
 
 
