@@ -85,9 +85,7 @@ def test_a_sensitivity_figure_is_a_sweep(sweep, figure, optimizer):
 
 
 def test_a_sweep_that_is_not_there_is_named_with_the_choices():
-    with pytest.raises(
-        ConfigError, match="sweep=nonsense is unknown: choose one of betas, lr_"
-    ):
+    with pytest.raises(ConfigError, match="sweep=nonsense is unknown: choose one of betas, lr_"):
         sweep_points("nonsense")
 
 

@@ -11,8 +11,8 @@ from experiments.products import specs
 from experiments.products.specs import Spec, figures_using, load_spec
 from experiments.records.run import Run
 
-CUSTOM = ["experiment=mnist_lr", "optimizer=custom", "optimizer._target_=torch.optim.SGD", "steps=20"]
-CUSTOM += ["optimizer.lr=0.01"]
+CUSTOM = ["experiment=mnist_lr", "optimizer=custom", "optimizer._target_=torch.optim.SGD"]
+CUSTOM += ["optimizer.lr=0.01", "steps=20"]
 STOCHASTIC = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=paper"]
 
 
@@ -41,9 +41,9 @@ def test_the_command_of_a_run_makes_that_run():
         assert Run(compose(words[2:])).folder == run.folder, run.command()
 
 
-def test_the_command_of_an_own_optimizer_repeats_nothing_of_the_experiment():
-    assert " steps=20 " in Run(compose(CUSTOM)).command()
-    assert "task" not in Run(compose(CUSTOM)).command() and "data" not in Run(compose(CUSTOM)).command()
+def test_the_command_of_a_custom_optimizer_repeats_nothing_of_the_experiment():
+    command = Run(compose(CUSTOM)).command()
+    assert " steps=20 " in command and "task" not in command and "data" not in command
 
 
 def test_a_run_knows_the_figures_it_is_part_of():
