@@ -1,4 +1,4 @@
-"""The statements, links and examples of the documentation are true."""
+"""README and docs match the code and the published results, and their examples run."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/publi
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
-def test_every_erratum_has_its_test_and_every_test_its_erratum():
+def test_every_erratum_has_a_test_and_every_test_an_erratum():
     page = (ROOT / "docs/errata.md").read_text()
     code = (ROOT / "tests/adashift/test_errata.py").read_text()
     named = set(re.findall(r"`(test_E\d+\w*)`", page))
@@ -30,19 +30,19 @@ def test_every_erratum_has_its_test_and_every_test_its_erratum():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page):
-    text = page.read_text()
-    anchors = {anchor(heading) for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        else:
-            assert target.startswith("https://") or (page.parent / target).exists(), target
+def test_links_work(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            name, _, heading = target.partition("#")
+            linked = page.parent / name if name else page
+            assert linked.exists(), target
+            assert not heading or heading in anchors(linked), target
 
 
-def anchor(heading):
-    """The link target that GitHub gives a heading."""
-    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+def anchors(page):
+    """The link targets that GitHub gives the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.*)", page.read_text())
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -66,7 +66,7 @@ def test_the_readme_has_the_published_verdicts():
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
 
 
-def test_the_readme_has_the_published_number_of_claims():
+def test_the_readme_has_the_published_claim_counts():
     text = (ROOT / "README.md").read_text()
     products = load_products((ROOT / "results/published", ""))
     claims = [row for product in products for row in product.claims]
@@ -95,13 +95,21 @@ def searched_rates(table, problem):
     ]
 
 
+def test_the_hops_of_the_design_exist():
+    hops = re.findall(r"(?m)^\d+\. `([a-z_.]+)\.(\w+)`", (ROOT / "docs/design.md").read_text())
+    assert len(hops) >= 12
+    for module, name in hops:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert re.search(rf"(?m)^(def|class) {name}\b", source), f"{module}.{name}"
+
+
 def test_the_version_is_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == adashift.__version__
     assert f"## {adashift.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-# -- the worked examples -----------------------------------------------------------------------
+# -- worked examples ---------------------------------------------------------------------------
 
 
 FILE, BLOCK = r"^\*\*`(?P<path>[^`]+)`\*\*\n\n", r"^```(?P<language>\w*)\n(?P<text>.*?)^```"
@@ -123,7 +131,7 @@ def test_python_examples_run(page):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the project to write into; its data are at hand."""
+    """A copy of the project that a test may write to."""
     folder = tmp_path / "clone"
     for name in ("conf", "adashift", "experiments", "examples"):
         shutil.copytree(ROOT / name, folder / name)
@@ -132,41 +140,43 @@ def clone(tmp_path):
 
 
 def follow(clone, heading):
-    """Write the files of a chapter as printed and run its commands at smoke scale."""
+    """Write the files of a section as printed and run its commands at smoke scale."""
     text = (ROOT / "docs/own_experiments.md").read_text()
-    chapter = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    said = []
-    for example in EXAMPLE.finditer(chapter):
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    output = []
+    for example in EXAMPLE.finditer(section):
         if example["path"]:
             (clone / example["path"]).write_text(example["text"])
             continue
         (line,) = example["text"].splitlines()
         words = line.split("#")[0].split()
-        if words[0] == "make":  # tests/test_project.py covers the Makefile
+        if words[0] == "make":  # test_project.py tests the Makefile
             extra = words[2].removeprefix("EXTRA=")
             words = ["python", "-m", "experiments", "--extra", extra, "figure", words[1][7:]]
         command = [sys.executable, *words[1:], "scale=smoke", "tracking=off"]
         out = subprocess.run(command, cwd=clone, capture_output=True, text=True)
         assert out.returncode == 0, f"{line}\n{out.stderr}"
-        said.append(out.stdout)
-    return said
+        output.append(out.stdout)
+    return output
 
 
-def test_your_own_optimizer_is_a_run_and_a_curve(clone):
+@pytest.mark.slow
+def test_a_custom_optimizer_is_trained_and_drawn(clone):
     words = ["-m", "experiments", "figure", "3", "scale=smoke", "tracking=off"]
     subprocess.run([sys.executable, *words], cwd=clone, check=True, capture_output=True)
-    usual = clone / "results/figures/figure-03-smoke.csv"
-    before = usual.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
+    default = clone / "results/figures/figure-03-smoke.csv"
+    before = default.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
     run, figure = follow(clone, "An optimizer")
     assert run.endswith("finished\n")
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
     new = set(clone.glob("results/runs/mnist_mlp/*/*")) - before[1]
     assert {path.parent.name.split("-")[0] for path in new} == {"custom", "signum"}
-    assert usual.read_bytes() == before[0]
+    assert default.read_bytes() == before[0]
 
 
-def test_your_own_experiment_and_figure_are_trained_drawn_and_judged(clone):
+@pytest.mark.slow
+def test_a_custom_experiment_and_figure_are_trained_drawn_and_judged(clone):
     run, figure = follow(clone, "An experiment and a figure")
     assert run.endswith("finished\n") and "drawn from 6 runs" in figure and "V1 " in figure
     assert (clone / "results/figures/figure-valley-smoke.png").exists()
