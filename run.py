@@ -2,7 +2,7 @@
 
 python run.py experiment=counterexample_stochastic optimizer=adashift
 python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift seed=range(0,4)
-python run.py -m sweep=lr experiment=mnist_mlp optimizer=adam
+python run.py -m sweep=lr_1e-4_to_1e-2 experiment=mnist_mlp optimizer=adam
 python run.py -m runs=figure-9
 """
 

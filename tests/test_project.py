@@ -69,7 +69,7 @@ def user_targets():
     text = text_of("Makefile")
     names = re.search(r"^\.PHONY:((?:.*\\\n)*.*)", text, re.MULTILINE)[1].replace("\\", " ").split()
     several = {"$(FIGURES)": "figure-1 … figure-24", "$(TABLES)": "table-1 … table-9"}
-    several |= {"$(SWEEPS)": "sweep-lr, sweep-n …"}
+    several |= {"$(SWEEPS)": "sweep-betas …"}
     return [several.get(name, name) for name in names if name not in ("FORCE", "help")]
 
 
@@ -132,8 +132,8 @@ def test_scale_records_and_args_are_passed_on(make):
         assert words[-2:] == ["scale=auto", "records=published"]
 
 
-@pytest.mark.parametrize("name", ["lr", "lr_x10", "n_and_m"])
-def test_every_sweep_is_a_target(make, name):
+@pytest.mark.parametrize("name", ["betas", "lr_1e-4_to_1e-2", "n_and_m_10_to_40"])
+def test_a_sweep_is_a_target(make, name):
     commands = make("-n", f"sweep-{name}", "ARGS=experiment=mnist_lr").stdout
     assert commands.strip().endswith(f"run.py -m sweep={name} scale=auto experiment=mnist_lr")
     assert make("-n", "sweep-nonsense").returncode != 0

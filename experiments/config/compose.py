@@ -112,7 +112,7 @@ def file_chosen(group: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
 def sweep_points(name: str) -> list[list[str]]:
     """Return the overrides of every run of `run.py -m sweep=<name>`.
 
-    >>> sweep_points("lr")[0]
+    >>> sweep_points("lr_1e-4_to_1e-2")[0]
     ['optimizer.lr=0.0001']
     """
     path = CONF / "sweep" / f"{name}.yaml"

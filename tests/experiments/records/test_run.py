@@ -11,8 +11,8 @@ from experiments.products import specs
 from experiments.products.specs import Spec, figures_using, load_spec
 from experiments.records.run import Run
 
-OWN = ["experiment=mnist_lr", "optimizer=own", "optimizer._target_=torch.optim.SGD", "steps=20"]
-OWN += ["optimizer.lr=0.01"]
+CUSTOM = ["experiment=mnist_lr", "optimizer=custom", "optimizer._target_=torch.optim.SGD"]
+CUSTOM += ["optimizer.lr=0.01", "steps=20"]
 STOCHASTIC = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=paper"]
 
 
@@ -30,7 +30,7 @@ def test_the_command_of_a_run_trains_that_run():
         [*STOCHASTIC, "task.bounds=[-1,1]", "steps=500"],
         [*STOCHASTIC, "+optimizer.weight_decay=0.1"],
         ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
-        OWN,
+        CUSTOM,
         ["experiment=nmt", "scale=smoke", "schedule=null"],
         ["experiment=mnist_lr", "scale=smoke", "log_every=null"],
         ["experiment=mnist_lr", "scale=smoke", "optimizer=adashift", "~optimizer.n"],
@@ -42,8 +42,8 @@ def test_the_command_of_a_run_trains_that_run():
 
 
 def test_the_command_of_a_custom_optimizer_omits_the_settings_of_the_experiment():
-    assert " steps=20 " in Run(compose(OWN)).command()
-    assert "task" not in Run(compose(OWN)).command() and "data" not in Run(compose(OWN)).command()
+    command = Run(compose(CUSTOM)).command()
+    assert " steps=20 " in command and "task" not in command and "data" not in command
 
 
 def test_figures_using_lists_the_figures_of_a_run():
