@@ -42,7 +42,7 @@ class ListedSweeper(Sweeper):
 
     def __init__(self, params: Mapping[str, Any], points: Sequence[str]) -> None:
         self.params, self.points = params, points
-        self.launched, self.in_turn = 0, False
+        self.launched, self.in_turn, self.engine = 0, False, list[str]()
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -54,7 +54,10 @@ class ListedSweeper(Sweeper):
         # A job in another process must find the project from any working directory.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.hydra_context, self.config = hydra_context, config
-        self.in_turn = config.hydra.runtime.choices["hydra/launcher"] == "basic"
+        choices = config.hydra.runtime.choices
+        self.in_turn = choices["hydra/launcher"] == "basic"
+        # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
+        self.engine = [f"engine={choices['engine']}"] if choices["engine"] else []
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -86,7 +89,7 @@ class ListedSweeper(Sweeper):
 
     def launch_batch(self, runs: Sequence[Run]) -> list[tuple[Run, RunOutcome]]:
         assert self.launcher is not None
-        words = [self.words[run.folder] for run in runs]
+        words = [[*self.words[run.folder], *self.engine] for run in runs]
         self.launched += len(runs)
         try:
             jobs = self.launcher.launch(words, initial_job_idx=self.launched - len(runs))

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
@@ -110,6 +112,20 @@ def test_the_runs_of_figures_are_a_sweep(tmp_path):
         sweeper.jobs([*words, "runs=figure-9", "optimizer.lr=1"])
     with pytest.raises(ConfigError, match="figure 99"):
         sweeper.jobs([*words, "runs=figure-99"])
+
+
+def test_a_job_has_the_engine_of_its_sweep(tmp_path, monkeypatch):
+    """Otherwise hydra.launcher.n_jobs=2 on the command line is an unknown key in the job."""
+    seen = []
+    launcher = Launcher(lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
+    monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **about: launcher)
+    monkeypatch.setenv("PYTHONPATH", "")
+    choices = {"hydra/launcher": "joblib", "engine": "joblib"}
+    config = OmegaConf.create({"hydra": {"runtime": {"choices": choices}}})
+    sweeper = ListedSweeper({}, [])
+    sweeper.setup(hydra_context=None, task_function=None, config=config)
+    sweeper.sweep(["experiment=mnist_lr", "seed=0", "engine=joblib", f"results={tmp_path}"])
+    assert [word for word in seen[0] if word.startswith("engine=")] == ["engine=joblib"]
 
 
 def test_an_invalid_setting_stops_a_sweep_before_anything_is_trained(sweep):
