@@ -124,7 +124,7 @@ def test_a_job_has_the_engine_of_its_sweep(tmp_path, monkeypatch):
     config = OmegaConf.create({"hydra": {"runtime": {"choices": choices}}})
     sweeper = ListedSweeper({}, [])
     sweeper.setup(hydra_context=None, task_function=None, config=config)
-    sweeper.sweep(["experiment=mnist_lr", "engine=joblib", f"results={tmp_path}"])
+    sweeper.sweep(["experiment=mnist_lr", "seed=0", "engine=joblib", f"results={tmp_path}"])
     assert [word for word in seen[0] if word.startswith("engine=")] == ["engine=joblib"]
 
 
