@@ -108,7 +108,7 @@ def test_the_runs_of_figures_are_a_sweep(tmp_path):
     }
     assert {job.run.folder for job in jobs} == wanted
     assert {Run(compose(job.words)).folder for job in jobs[::6]} <= wanted
-    with pytest.raises(ConfigError, match=r"optimizer.lr=1: only"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr=1 cannot be set here"):
         sweeper.jobs([*words, "runs=figure-9", "optimizer.lr=1"])
     with pytest.raises(ConfigError, match="figure 99"):
         sweeper.jobs([*words, "runs=figure-99"])
