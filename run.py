@@ -14,8 +14,7 @@ from multiprocessing import parent_process
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.compose import resolve
 from experiments.config.errors import ConfigError, one_line_errors
@@ -39,7 +38,7 @@ def main(cfg: DictConfig) -> RunOutcome | None:
     about = HydraConfig.get()
     if parent_process() is not None:  # a worker of joblib
         end_with_parent()
-    if about.mode == RunMode.MULTIRUN:  # the sweeper reports errors
+    if not OmegaConf.is_missing(about.job, "num"):  # a job of a sweep, which reports errors
         with one_line_errors():
             run = Run(resolve(cfg.copy(), about.runtime.choices))
         outcome = attempt(run, figures_using, announce=say)

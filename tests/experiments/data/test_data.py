@@ -286,10 +286,13 @@ def test_invalid_data_is_reported_in_one_line_and_starts_no_run(tmp_path, monkey
     command = [sys.executable, "-m", "experiments", "figure", "2", results]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 1
-    for error in (run_py("experiment=mnist_lr", "optimizer=adam", results), out.stderr.rstrip()):
-        assert error.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels"), error
-        assert "\n" not in error and "4 bytes" in error
-    assert not (tmp_path / "results").exists()
+    broken = f"{tmp_path}/data/MNIST/raw/train-labels"
+    assert out.stderr.startswith(f"failed: {broken}") and out.stderr.count(broken) == 1
+    assert out.stderr.endswith("error: figure 02: 25 of 25 runs failed, see above\n")
+    error = run_py("experiment=mnist_lr", "optimizer=adam", f"results={tmp_path / 'none'}")
+    assert error.startswith(f"error: {broken}"), error
+    assert "\n" not in error and "4 bytes" in error
+    assert not (tmp_path / "none").exists()
 
 
 def read_missing():

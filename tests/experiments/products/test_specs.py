@@ -231,8 +231,8 @@ title: Table 1. A search
 seeds: 2
 base: [experiment=mnist_lr]
 search:
-  sgd:  {label: SGD, paper: [optimizer=sgd], sweeps: [n]}
-  adam: {label: Adam, paper: [optimizer=adam], sweeps: [n]}
+  sgd:  {label: SGD, paper: [optimizer=sgd], sweeps: [n_5_to_30]}
+  adam: {label: Adam, paper: [optimizer=adam], sweeps: [n_5_to_30]}
 rule:
   metric: validation_accuracy
   best: highest
@@ -270,7 +270,11 @@ rule:
         ),
         ("label: SGD", "lable: SGD", "search.sgd.lable is unknown; allowed are label, "),
         ("along: lr", "alnog: lr", "rule.alnog is unknown; allowed are along, "),
-        ("[optimizer=sgd], sweeps: [n]", "[optimizer=sgd], sweeps: [nn]", "sweep=nn is unknown: "),
+        (
+            "[optimizer=sgd], sweeps: [n_5_to_30]",
+            "[optimizer=sgd], sweeps: [nn]",
+            "sweep=nn is unknown: ",
+        ),
     ],
 )
 def test_a_mistake_in_a_search_is_one_line(tmp_path, monkeypatch, old, new, message):

@@ -9,7 +9,7 @@ from experiments.data import files, mnist
 from experiments.training.execute import make_optimizers
 
 pytestmark = pytest.mark.skipif(
-    len(files.search(mnist.FILES)) < len(mnist.FILES.checksums),
+    len(files.search_folders(mnist.MNIST_FILES)) < len(mnist.MNIST_FILES.checksums),
     reason="MNIST is not in a folder that ADASHIFT_DATA names",
 )
 
