@@ -25,13 +25,7 @@ from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
-from experiments.training.leader import (
-    FollowerCheckpoint,
-    FollowerLog,
-    LeaderCheckpoint,
-    ProcessGroup,
-    process_group,
-)
+from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
 from experiments.training.scheduler import scale_notice
@@ -95,7 +89,7 @@ class Execution:
         announce(f"{scale_notice(run.config)}{self.length()}: {shown_path(run.folder)}")
         labels = tags(run) if is_tracked(run.config) else []
         with Record(run.folder, run.config, run.command(), labels) as record:
-            self.train_into(record, LeaderCheckpoint(checkpoint, group))
+            self.train_into(record, checkpoint, group)
         if record.status == Status.INTERRUPTED:
             raise KeyboardInterrupt
         checkpoint.remove()
@@ -103,21 +97,22 @@ class Execution:
             announce(f"diverged: a loss or a parameter was NaN or inf at step {record.step:,}")
         return record.status
 
-    def train_into(self, record: Record, checkpoint: LeaderCheckpoint) -> None:
+    def train_into(self, record: Record, checkpoint: Checkpoint, group: ProcessGroup) -> None:
         record.about = {"deterministic": self.deterministic}
-        resuming = {"checkpoint": checkpoint} if self.task.resumable else {}
+        resuming = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
+        group.start()
         with noted_kernels() as kernels:
-            record.status = self.training(record=record, **resuming)
+            record.status = self.training(record=record, **resuming if self.task.resumable else {})
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
 
     def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
         stop_request.ignored = True
-        start = group.receive()
-        if start is None:
+        if not group.broadcast():  # nothing to train
             return self.run.status
-        return self.training(record=FollowerLog(), checkpoint=FollowerCheckpoint(start.state))
+        resuming = {"load": group.broadcast} if self.task.resumable else {}
+        return self.training(record=FollowerLog(), **resuming)
 
     def length(self) -> str:
         return f", {self.training.keywords['steps']:,} steps" if isinstance(self.task, Task) else ""

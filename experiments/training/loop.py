@@ -15,6 +15,7 @@ from experiments.config.errors import ConfigError, last_line
 from experiments.progress import progress
 from experiments.records.status import Status
 from experiments.task import CustomStep, Metrics, Step, Task
+from experiments.training.checkpoint import Checkpoint
 from experiments.training.signals import answered_after_a_step, stop_request
 
 Losses = defaultdict[str, list[Tensor]]
@@ -27,15 +28,6 @@ class Log(Protocol):
     def keep(self, files: Mapping[str, bytes]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class StateStore(Protocol):
-    """What the loop needs of a checkpoint."""
-
-    @property
-    def due(self) -> bool: ...
-    def load(self) -> dict[str, Any] | None: ...
-    def save(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -106,18 +98,18 @@ def train(
     log_every: int,
     schedule: Callable[[float], float] | None = None,
     title: str = "",
-    checkpoint: StateStore | None = None,
+    load: Callable[[], dict[str, Any] | None] = lambda: None,
+    checkpoint: Checkpoint | None = None,
 ) -> Status:
     """Train until `steps` are done; return FINISHED, DIVERGED or INTERRUPTED.
 
     Metrics are recorded every `log_every` steps and at the end, together with each player's mean
     loss since the last record; if one of them, or a parameter, is NaN or inf, the run has diverged.
-    `schedule` maps the fraction of steps done to a factor of the learning rates. With a checkpoint
-    the training resumes from it.
+    `schedule` maps the fraction of steps done to a factor of the learning rates. It resumes
+    from the state that `load` returns, unless that is None.
     """
     training = Training(task, optimizers, record)
-    if checkpoint:
-        restore(training, checkpoint)
+    restore(training, load())
     bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
     try:
         with bar, answered_after_a_step():
@@ -131,8 +123,7 @@ def train(
         return Status.DIVERGED
 
 
-def restore(training: Training, checkpoint: StateStore) -> None:
-    state = checkpoint.load()
+def restore(training: Training, state: dict[str, Any] | None) -> None:
     if state is None:
         return
     try:
@@ -149,7 +140,7 @@ def take_steps(
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None,
-    checkpoint: StateStore | None,
+    checkpoint: Checkpoint | None,
     advance_bar: Callable[[int], object],
 ) -> Status:
     task, record = training.task, training.record

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.kill_and_resume import record_of
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
@@ -23,7 +24,7 @@ def torchrun(folder, *words):
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "run.py")]
     return subprocess.run(
         [sys.executable, *command, *words, f"results={folder}"],
-        capture_output=True, text=True, cwd=folder, timeout=300,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -45,20 +46,25 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_saves_a_checkpoint_when_it_is_stopped(tmp_path):
-    words = [*WORDS[:-1], "steps=100000", "checkpoint_every=0.5", f"results={tmp_path}"]
-    run = Run(compose(words))
+def test_torchrun_resumes_to_the_same_record(tmp_path):
+    words = [*WORDS[:-1], "steps=60", "checkpoint_every=0"]
+    whole, run = (Run(compose([*words, f"results={tmp_path / n}"])) for n in ("whole", "stopped"))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "run.py")]
     process = subprocess.Popen(
-        [sys.executable, *command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, *command, *words, f"results={tmp_path / 'stopped'}"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     checkpoint = checkpoint_of(run, torch.device("cpu"))
     while not checkpoint.path.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.terminate()
     process.communicate(timeout=120)
-    assert run.status == "interrupted" and checkpoint.load()["done"] > 0
+    assert run.status == "interrupted" and 0 < checkpoint.load()["done"] < 60
+    for folder in ("whole", "stopped"):
+        out = torchrun(tmp_path / folder, *words)
+        assert out.returncode == 0, out.stderr
+    assert record_of(run) == record_of(whole)
 
 
 def test_a_rank_that_torchrun_did_not_set_is_ignored(tmp_path, monkeypatch):
