@@ -80,6 +80,7 @@ def test_a_run_that_kills_its_worker_does_not_stop_the_others(tmp_path, monkeypa
 def test_missing_data_stop_only_the_runs_that_need_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mnist, "MNIST_FILES", replace(mnist.MNIST_FILES, sources=list))
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
+    mnist.load_mnist.cache_clear()
     target = "data._target_=experiments.data.mnist.load_mnist"
     needing = runs(tmp_path, "scale=smoke", target, seeds=[0, 1])
     (other,) = runs(tmp_path, "scale=smoke", seeds=[2])
