@@ -276,19 +276,25 @@ def test_without_network_and_npm_the_message_has_the_three_ways(cache, tmp_path,
     assert kept(cache) == {} and not list(cache.glob(".partial-*"))
 
 
-def test_missing_data_is_one_line_of_run_py_and_no_run_is_begun(tmp_path):
+def test_missing_data_is_one_line_of_run_py_and_of_a_figure(tmp_path):
     (tmp_path / "data/MNIST/raw").mkdir(parents=True)
     (tmp_path / "data/MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1")
     words = ["experiment=mnist_lr", "optimizer=adam", f"results={tmp_path / 'results'}"]
     env = os.environ | {"ADASHIFT_DATA": str(tmp_path / "data")}
-    for command in (["run.py", *words], ["-m", "experiments", "figure", "2", words[-1]]):
+
+    def error_of(*command):
         out = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
         )
         assert out.returncode == 1
-        assert out.stderr.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels"), out.stderr
-        assert out.stderr.count("\n") == 1 and "4 bytes" in out.stderr
+        return out.stderr.splitlines()
+
+    (line,) = error_of("run.py", *words)
+    assert line.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels") and "4 bytes" in line
     assert not (tmp_path / "results").exists()
+    cause, summary = error_of("-m", "experiments", "figure", "2", words[-1])
+    assert cause.startswith("failed" + line.removeprefix("error"))
+    assert summary.startswith("error: figure 02: ") and not list(tmp_path.rglob("metrics.csv"))
 
 
 def read_missing():
