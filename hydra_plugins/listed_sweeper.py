@@ -42,7 +42,7 @@ class ListedSweeper(Sweeper):
 
     def __init__(self, params: Mapping[str, Any], points: Sequence[str]) -> None:
         self.params, self.points = params, points
-        self.launched, self.in_turn, self.engine = 0, False, list[str]()
+        self.launched, self.in_turn, self.shared = 0, False, list[str]()
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -57,7 +57,8 @@ class ListedSweeper(Sweeper):
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
-        self.engine = [f"engine={choices['engine']}"] if choices["engine"] else []
+        engine = [f"engine={choices['engine']}"] if choices["engine"] else []
+        self.shared = ["hydra.mode=MULTIRUN", *engine]  # the mode may come from conf/sweep
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -89,7 +90,7 @@ class ListedSweeper(Sweeper):
 
     def launch_batch(self, runs: Sequence[Run]) -> list[tuple[Run, RunOutcome]]:
         assert self.launcher is not None
-        words = [[*self.words[run.folder], *self.engine] for run in runs]
+        words = [[*self.words[run.folder], *self.shared] for run in runs]
         self.launched += len(runs)
         try:
             jobs = self.launcher.launch(words, initial_job_idx=self.launched - len(runs))

@@ -20,9 +20,13 @@ from experiments.training.execute import Announce, Tags, execute, no_tags
 from experiments.training.scheduler import Engine, RunOutcome, describe, train_all
 from experiments.training.signals import answered_at_once, end_with_parent
 
+# By data set, because a download that times out for one run would for all others.
+without_data: dict[str, RunOutcome] = {}
+
 
 def execute_all(runs: Sequence[Run], title: str, tags: Tags = no_tags) -> None:
     """Train the runs that are not finished on this machine, as many at a time as it can take."""
+    without_data.clear()
     with answered_at_once():
         train_all(runs, engine_for([run for run in runs if run.needs_training], tags), title)
 
@@ -78,10 +82,17 @@ def outcome_in(future: Future[RunOutcome]) -> RunOutcome:
 
 def attempt(run: Run, tags: Tags, announce: Announce = lambda line: None) -> RunOutcome:
     """Execute the run; return an error as an outcome, unless it concerns all runs: a full disk."""
+    data = str(run.config.task.get("data", run.config.task))
+    if data in without_data:
+        return without_data[data]
     try:
         with one_line_errors():
             return RunOutcome(execute(run, announce, wait=False, tags=tags))
     except WriteError:
         raise
+    except DataError as error:
+        return without_data.setdefault(
+            data, RunOutcome(Status.FAILED, describe(error), lacks_data=True)
+        )
     except Exception as error:
-        return RunOutcome(Status.FAILED, describe(error), lacks_data=isinstance(error, DataError))
+        return RunOutcome(Status.FAILED, describe(error))

@@ -114,8 +114,11 @@ def test_the_runs_of_figures_are_a_sweep(tmp_path):
         sweeper.jobs([*words, "runs=figure-99"])
 
 
-def test_a_job_has_the_engine_of_its_sweep(tmp_path, monkeypatch):
-    """Otherwise hydra.launcher.n_jobs=2 on the command line is an unknown key in the job."""
+def test_a_job_has_the_mode_and_the_engine_of_its_sweep(tmp_path, monkeypatch):
+    """Otherwise hydra.launcher.n_jobs=2 on the command line is an unknown key in the job.
+
+    The mode may come from conf/sweep, which is not part of a job.
+    """
     seen = []
     launcher = Launcher(lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
     monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **about: launcher)
@@ -125,7 +128,7 @@ def test_a_job_has_the_engine_of_its_sweep(tmp_path, monkeypatch):
     sweeper = ListedSweeper({}, [])
     sweeper.setup(hydra_context=None, task_function=None, config=config)
     sweeper.sweep(["experiment=mnist_lr", "seed=0", "engine=joblib", f"results={tmp_path}"])
-    assert [word for word in seen[0] if word.startswith("engine=")] == ["engine=joblib"]
+    assert seen[0][-2:] == ["hydra.mode=MULTIRUN", "engine=joblib"]
 
 
 def test_an_invalid_setting_stops_a_sweep_before_anything_is_trained(sweep):
