@@ -1,5 +1,5 @@
-# Every figure, table and claim of the paper by one command each; `make help` lists them.
-# The first command that needs Python makes the virtual environment from requirements.lock.
+# One command for every figure, table and claim of the paper; `make help` lists them.
+# The first command that needs Python creates the virtual environment from requirements.lock.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -19,83 +19,84 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
-        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines gpu-check torture fuzz test lint \
-        audit format setup setup-cluster lock docker docker-cpu clean distclean
+        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines gpu-check \
+        kill-and-resume fuzz test \
+        test-all lint audit format setup setup-cluster lock docker docker-cpu clean distclean
 
-help: # every line of this file that starts with two hashes, in order
+help: # prints every line of this file that starts with two hashes
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-# what every product is asked for with; the default records are not worth a word
+# the settings of every product; the default records are omitted
 WORDS = scale=$(SCALE) $(filter-out records=own,records=$(RECORDS)) $(ARGS)
 
-## Reproduce the paper (missing runs are trained first, finished ones are not repeated)
-##   figure-1 … figure-24   one figure: png, pdf and the plotted csv in results/figures/; figure-s2 and figure-s3 explain
-##                          results that differ from the paper
+## Reproduce the paper (missing runs are trained, finished runs are reused)
+##   figure-1 … figure-24   draw a figure: png, pdf and the plotted csv in results/figures/; figure-s2 and figure-s3
+##                          explain results that differ from the paper
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* $(WORDS)
 
-##   table-1 … table-9      one table, in results/tables/
+##   table-1 … table-9      write a table to results/tables/
 $(TABLES): table-%: $(READY)
 	@$(PY) -m experiments table $* $(WORDS)
 
-# any other number is refused, by `make -n` too
+# any other number is an error, also with `make -n`
 figure-%: FORCE
 	$(error the paper has figures 1 to 24; $@ is none of them)
 table-%: FORCE
 	$(error the paper has tables 1 to 9; $@ is none of them)
 
-##   figures                every figure that is built
-##   tables                 every table that is built
+##   figures                draw every figure
+##   tables                 write every table
 figures tables: $(READY)
 	@$(PY) -m experiments $(@:s=) all $(WORDS)
 
-##   theory                 the runs behind the claims on lemmas and theorems
-##   surprises              the experiments that explain results that differ from the paper
+##   theory                 run the experiments on lemmas and theorems
+##   surprises              run the experiments that explain results that differ from the paper
 ##   claims                 judge every claim of the paper from the records: results/claims.md
 theory surprises claims: $(READY)
 	@$(PY) -m experiments $@ $(WORDS)
 
-##   status                 runs that are finished, running, failed (with the error) or missing, and the time left;
-##                          FIGURE=4 or TABLE=5 for one, with the commands for what is missing
+##   status                 count finished, running, failed (with the error) and missing runs, estimate the time left;
+##                          FIGURE=4 or TABLE=5 selects one and prints the commands for its missing runs
 status: $(READY)
 	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) $(WORDS)
 
-##   sweep-lr, sweep-n …    a search of conf/sweep, with ARGS="experiment=mnist_mlp optimizer=adam 'seed=range(0,3)'"
+##   sweep-betas …          run a sweep of conf/sweep; needs ARGS="experiment=resnet_cifar10 optimizer=adashift"
 $(SWEEPS): sweep-%: $(READY)
 	@$(PY) run.py -m sweep=$* scale=$(SCALE) $(ARGS)
 
-##   report                 one page with all results, results/report.html; RECORDS=published for the published ones
+##   report                 write one page with all results, results/report.html; RECORDS=published uses the published ones
 report: $(READY)
 	@$(PY) -m experiments $@ $(WORDS)
 
-##   verify                 train a published run of every experiment again, and compare; up to 10 minutes
-##   publish                add your runs to the records in results/published/, and write all results there again
-##   dashboard              W&B: a report with a section for every figure; needs an account
+##   verify                 train a published run of every experiment again and compare; up to 10 minutes
+##   publish                add your runs to the records in results/published/ and regenerate all results there
+##   dashboard              W&B: build a report with a section for every figure; needs an account
 verify publish dashboard: $(READY)
 	@$(PY) -m experiments $@ $(ARGS)
 
-##   wandb-sync             W&B: upload what was recorded offline
+##   wandb-sync             W&B: upload offline runs
 wandb-sync: $(READY)
 	@WANDB_DIR=results $(VENV)/bin/wandb sync --yes $(ARGS)
 
-##   all                    every figure, table and claim, and the report
-# at smoke scale runs are too short to be shared among processes, so figures and tables are made side by side
+##   all                    make every figure, table and claim, and the report
+# smoke runs are too short to train in a process pool, so figures and tables are made in parallel
 all: $(READY)
 	@$(MAKE) $(if $(filter smoke,$(SCALE)),-j2) figures tables
 	@$(MAKE) surprises
 	@$(MAKE) claims
 	@$(MAKE) report
 
-##   bench-optimizer        time per step, state and bandwidth against Adam and others: results/benchmarks/
+##   bench-optimizer        measure time per step, state and bandwidth next to Adam and others: results/benchmarks/
 bench-optimizer: $(READY)
 	@$(PY) -m benchmarks.optimizer $(ARGS)
 
-##   bench-training         steps per second of the loop on MNIST, images per second of the input: results/benchmarks/
+##   bench-training         measure steps per second on MNIST and images per second of the input: results/benchmarks/
 bench-training: $(READY)
 	@$(PY) -m benchmarks.training $(ARGS)
 
-##   bench-engines          a sweep of 12 runs on every engine, killed and started twice too: results/benchmarks/;
-##                          needs setup-cluster
+##   bench-engines          run a sweep on every engine, also with a killed launcher and two launchers:
+##                          results/benchmarks/; needs setup-cluster
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
@@ -103,18 +104,24 @@ bench-engines: $(READY)
 gpu-check: $(READY)
 	@$(PY) -m benchmarks.gpu_check $(ARGS)
 
-##   torture                kill trainings 50 times, continue them, compare their records: results/benchmarks/
-torture: $(READY)
+##   kill-and-resume        kill trainings 50 times, resume them, compare their records: results/benchmarks/
+kill-and-resume: $(READY)
 	@$(PY) -m benchmarks.kill_and_resume $(ARGS)
 
 ##
 ## Work on the code
-# one thread for each of the two processes: threads that fight over cores are many times slower
-##   test                   run the tests; TESTS=tests/adashift chooses some
-test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(TESTS) $(ARGS)
+# one thread for each of the two processes: more threads than cores are many times slower
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-##   fuzz                   300 command lines that are new every time: each runs or is refused in one line
+##   test                   run the tests that are not marked slow; TESTS=tests/adashift selects some
+test: $(READY)
+	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+##   test-all               run every test
+test-all: $(READY)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+##   fuzz                   try 300 random command lines: each runs or fails with a one-line error
 fuzz: $(READY)
 	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/config/test_overrides.py $(ARGS)
 
@@ -124,29 +131,29 @@ lint: $(READY)
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-##   audit                  known vulnerabilities of the locked packages, where a network tells of them
+##   audit                  list known vulnerabilities of the locked packages; needs a network
 audit: build/audit
 	@$(PYTHON) .ci/audit.py build/audit/bin/pip-audit
 
 build/audit:
 	@$(PYTHON) -m venv $@
-	@$@/bin/pip install --quiet pip-audit || rm -rf $@   # then the audit says that it could not run
+	@$@/bin/pip install --quiet pip-audit || rm -rf $@   # then the audit reports that it could not run
 
-##   format                 put the code in ruff's format and mend what ruff can
+##   format                 apply ruff's format and automatic fixes
 format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
 ##
-## Set up (the commands above do it by themselves)
-##   setup                  virtual environment with the locked versions
+## Set up (the commands above do it automatically)
+##   setup                  create the virtual environment with the locked versions
 setup: $(READY)
 	@echo "Ready: $(VENV)"
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "$(PYTHON) is missing or older than 3.11: install Python 3.11 or newer," \
-	       "or name one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	       "or select one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Installing the locked packages into $(VENV)."
 	@echo "The first time this takes some minutes and about 6 GB, most of it PyTorch."
 	@rm -f $@
@@ -155,12 +162,12 @@ $(READY): requirements.lock pyproject.toml
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-##   setup-cluster          add the launchers for many jobs: joblib, submitit (Slurm), Ray; W&B reports
+##   setup-cluster          install the launchers (joblib, submitit for Slurm, Ray) and W&B reports
 setup-cluster: $(READY)
 	@echo "Adding the launchers of requirements-cluster.lock to $(VENV)."
 	@$(PY) -m pip install --quiet -r requirements-cluster.lock
 
-##   lock                   resolve both lock files anew; ARGS=--upgrade takes newer versions
+##   lock                   resolve both lock files again; ARGS=--upgrade takes newer versions
 COMPILE = build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 \
           --generate-hashes --custom-compile-command "make lock" $(ARGS)
 lock: build/uv
@@ -170,11 +177,11 @@ lock: build/uv
 build/uv:
 	@$(PYTHON) -m venv $@ && $@/bin/pip install --quiet uv || { rm -rf $@; exit 1; }
 
-##   docker                 image for NVIDIA GPUs: adashift
+##   docker                 build an image for NVIDIA GPUs: adashift
 docker:
 	docker build -t adashift .
 
-##   docker-cpu             image without CUDA: adashift:cpu; TORCH_CPU_INDEX=PyTorch's CPU wheel index
+##   docker-cpu             build an image without CUDA: adashift:cpu; TORCH_CPU_INDEX=PyTorch's CPU wheel index
 docker-cpu:
 	docker build -t adashift:cpu --build-arg DEVICE=cpu --build-arg TORCH_CPU_INDEX="$(TORCH_CPU_INDEX)" .
 
@@ -189,13 +196,13 @@ distclean: clean
 
 ##
 ## Variables
-##   SCALE=auto             paper, laptop, smoke; auto: paper where it fits this machine, else laptop
-##   RECORDS=own            own: your runs, trained where missing; published: never train; all: your runs, else
+##   SCALE=auto             paper, laptop, smoke; auto: paper if this machine can run it, else laptop
+##   RECORDS=own            own: your runs, missing ones are trained; published: never train; all: your runs, else
 ##                          published ones, else train
-##   EXTRA=my_optimizer     one more curve in a figure: a file of conf/optimizer, or several with commas
-##   ARGS=                  more arguments for the command, as in ARGS="tracking=off force=true"
-##   VENV=.venv             where the virtual environment is
-##   PYTHON=python3         the Python that makes it, 3.11 or newer
+##   EXTRA=my_optimizer     another curve in a figure: a file of conf/optimizer, or several separated by commas
+##   ARGS=                  more arguments for the command, for example ARGS="tracking=off force=true"
+##   VENV=.venv             the folder of the virtual environment
+##   PYTHON=python3         the Python that creates it, 3.11 or newer
 ##
 ## Examples
 ##   make figure-1

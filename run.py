@@ -2,12 +2,11 @@
 
 python run.py experiment=counterexample_stochastic optimizer=adashift
 python run.py -m experiment=counterexample_stochastic optimizer=adam,adashift seed=range(0,4)
-python run.py -m sweep=lr experiment=mnist_mlp optimizer=adam
+python run.py -m sweep=lr_1e-4_to_1e-2 experiment=mnist_mlp optimizer=adam
 python run.py -m runs=figure-9
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,42 +14,46 @@ from multiprocessing import parent_process
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.compose import resolve
 from experiments.config.errors import ConfigError, one_line_errors
 from experiments.config.paths import CONF
+from experiments.records.agreement import compare
 from experiments.records.run import Run
-from experiments.training.signals import ASKED, end_with_parent
+from experiments.training.scheduler import RunOutcome
+from experiments.training.signals import end_with_parent, exit_interrupted
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
-os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can word them
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can reword them
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
-def main(cfg: DictConfig) -> str:
-    # Here, for it imports torch: a slip is told at once, and a launcher trains nothing itself.
+def main(cfg: DictConfig) -> RunOutcome | None:
+    # Imported late, with torch: mistakes are reported at once, and a launcher trains nothing.
     from experiments.products.specs import figures_using
-    from experiments.records.agreement import compare
     from experiments.training.execute import execute
+    from experiments.training.pool import attempt
 
     about = HydraConfig.get()
-    alone = about.mode != RunMode.MULTIRUN
     if parent_process() is not None:  # a worker of joblib
         end_with_parent()
-    with clean_exit() if alone else one_line_errors():  # a sweep goes on after an error
+    if not OmegaConf.is_missing(about.job, "num"):  # a job of a sweep, which reports errors
+        with one_line_errors():
+            run = Run(resolve(cfg.copy(), about.runtime.choices))
+        outcome = attempt(run, figures_using, announce=say)
+        say(str(outcome))
+        return outcome
+    with clean_exit():
         run = Run(resolve(cfg.copy(), about.runtime.choices))
-        # A sweep does its other runs while another process trains this one.
-        end = execute(run, announce=say, wait=alone, tags=figures_using)
-        say(end)
-        if alone and (agreement := compare(run)):
+        say(execute(run, announce=say, tags=figures_using))
+        if agreement := compare(run):
             say(f"compared with the published run: {agreement}")
-    return end
+    return None
 
 
 def say(line: str) -> None:
-    from experiments.training.collectives import is_first  # of the processes of torchrun
+    from experiments.training.collectives import is_first  # process of torchrun
 
     if is_first():
         print(line)
@@ -58,7 +61,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """One line instead of a traceback for what the user can mend."""
+    """Print one line instead of a traceback for errors that the user can fix."""
     try:
         with one_line_errors():
             yield
@@ -67,11 +70,10 @@ def clean_exit() -> Iterator[None]:
             raise
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(128 + (ASKED.by or signal.SIGINT))
+        exit_interrupted()
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # optimizer._target_=my_module.MyOptimizer, whoever's it is
+    sys.path.append(os.getcwd())  # for optimizer._target_=my_module.MyOptimizer
     with clean_exit():
         main()

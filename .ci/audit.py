@@ -1,6 +1,6 @@
-"""Known vulnerabilities of the locked packages: audit.py PIP-AUDIT; fails if there are any.
+"""Lists known vulnerabilities of the locked packages and fails if there are any: audit.py PIP-AUDIT
 
-Where there is no network, or its data base knows none of the packages, it says so and passes.
+It passes with a message if the database cannot be reached or knows none of the packages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PATIENCE = 120  # seconds
 
 
 def audit(tool: str, lock: Path) -> list[str]:
-    """A line per vulnerability; OSError where nothing could be found out."""
+    """Return one line per vulnerability; raise OSError if the database gave no answer."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [tool, "-r", str(lock), *OPTIONS, "-o", str(out)]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         if not out.exists():
-            raise OSError((answer.stderr.strip().splitlines() or ["it says nothing"])[-1])
+            raise OSError((answer.stderr.strip().splitlines() or ["no error message"])[-1])
         packages = json.loads(out.read_text())["dependencies"]
     known = [package for package in packages if "skip_reason" not in package]
     if not known:

@@ -1,8 +1,8 @@
-"""One sweep on every engine, in peace and disturbed: how long it takes, and whether records differ.
+"""Runs one sweep on every engine, undisturbed and disturbed, and compares times and records.
 
-python -m benchmarks.engines     results/benchmarks/bench-engines.md and bench-engines.csv
+    python -m benchmarks.engines [--quick] [--results FOLDER]
 
-Engines that `make setup-cluster` has not installed are left out. Let the machine be idle.
+Engines that `make setup-cluster` has not installed are skipped. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.common import command, listed, machine, markdown, write
+from benchmarks.common import Benchmark, bullet_list, environment
 from benchmarks.kill_and_resume import record_of
 from experiments.config.compose import compose, expand
 from experiments.config.paths import ROOT
+from experiments.products.markdown import markdown_table
 from experiments.records.run import Run
 
 SWEEP = ["experiment=mnist_lr", "optimizer=adam,adashift,amsgrad,sgd", "seed=0,1,2", "tracking=off"]
-LENGTH = ["scale=paper", "steps=2000"]
-SERIAL = "one after the other"
+FULL_SIZE = ["scale=paper", "steps=2000"]
+SERIAL = "serial"
 ENGINES = {"joblib": "joblib", "submitit_local": "submitit", "ray": "ray"}  # engine= → package
 ROUNDS = 3
-MOST = 1800  # seconds of a sweep; a launcher that hangs must not hang the bench
-BEGUN = re.compile(r"scale.*, [\d,]+ steps: ")  # what run.py says when it begins to train
+SWEEP_TIMEOUT = 1800  # seconds; a launcher may hang
+STARTED = re.compile(r"scale.*, [\d,]+ steps: ")  # what run.py prints when a training starts
 
 
 @dataclass
@@ -40,23 +41,23 @@ class Sweep:
     """The sweep in a folder of its own, trained by processes that are started here."""
 
     folder: Path
-    words: Sequence[str]
+    overrides: Sequence[str]
 
     def runs(self) -> list[Run]:
-        points = expand([*self.words, f"results={self.folder}"])
+        points = expand([*self.overrides, f"results={self.folder}"])
         return [Run(compose([w for w in point if not w.startswith("engine=")])) for point in points]
 
     def start(self) -> subprocess.Popen[bytes]:
-        words = [sys.executable, str(ROOT / "run.py"), "-m", *self.words]
+        command = [sys.executable, str(ROOT / "run.py"), "-m", *self.overrides]
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*words, f"results={self.folder}"], cwd=self.folder, stdout=log, stderr=log
+                [*command, f"results={self.folder}"], cwd=self.folder, stdout=log, stderr=log
             )
 
     def wait_for(self, *launchers: subprocess.Popen[bytes]) -> None:
         for launcher in launchers:
             try:
-                failed = launcher.wait(timeout=MOST)
+                failed = launcher.wait(timeout=SWEEP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 failed = True
                 launcher.kill()
@@ -68,18 +69,18 @@ class Sweep:
         return self.folder / "log"
 
 
-def in_peace(sweep: Sweep) -> int:
+def launch_once(sweep: Sweep) -> int:
     sweep.wait_for(sweep.start())
-    return trained_again(sweep)
+    return count_retrained(sweep)
 
 
-def launcher_killed(sweep: Sweep) -> int:
-    """Kill the launcher when half of the runs are done, then give the same command again."""
+def kill_launcher(sweep: Sweep) -> int:
+    """Kill the launcher when half of the runs are finished, then rerun the same command."""
     launcher = sweep.start()
     runs = sweep.runs()
     while sum(run.done for run in runs) < len(runs) / 2:
         if launcher.poll() is not None:
-            raise OSError("the sweep was over before its launcher could be killed")
+            raise OSError("the sweep ended before its launcher could be killed")
         time.sleep(0.02)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
@@ -88,33 +89,36 @@ def launcher_killed(sweep: Sweep) -> int:
     return sum(run.info != before.get(run.folder, run.info) for run in runs)
 
 
-def two_launchers(sweep: Sweep) -> int:
+def launch_twice(sweep: Sweep) -> int:
     sweep.wait_for(sweep.start(), sweep.start())
-    return trained_again(sweep)
+    return count_retrained(sweep)
 
 
-def trained_again(sweep: Sweep) -> int:
-    """Trainings beyond one a run; those of submitit, whose jobs have their own logs, not seen."""
-    begun = len(BEGUN.findall(sweep.log.read_text(errors="replace")))
-    return max(0, begun - len(sweep.runs()))
+def count_retrained(sweep: Sweep) -> int:
+    """Return the trainings beyond one per run; submitit's jobs have other logs and do not count."""
+    started = len(STARTED.findall(sweep.log.read_text(errors="replace")))
+    return max(0, started - len(sweep.runs()))
 
 
-def ways(quick: bool) -> dict[str, tuple[list[str], Callable[[Sweep], int]]]:
-    """Name → the words that choose an engine, and what is done to the sweep."""
+Trial = Callable[[Sweep], int]  # trains the sweep and returns how many runs were trained again
+
+
+def trials(quick: bool) -> dict[str, tuple[list[str], Trial]]:
+    """Return, by name, the overrides that choose an engine, and the trial."""
     found = [] if quick else [e for e, package in ENGINES.items() if find_spec(package)]
     disturbed = "joblib" if "joblib" in found else None
-    words = [f"engine={disturbed}"] if disturbed else []
+    overrides = [f"engine={disturbed}"] if disturbed else []
     name = disturbed or SERIAL
     return {
-        SERIAL: ([], in_peace),
-        **{engine: ([f"engine={engine}"], in_peace) for engine in found},
-        f"{name}, launcher killed": (words, launcher_killed),
-        f"{name}, two launchers": (words, two_launchers),
+        SERIAL: ([], launch_once),
+        **{engine: ([f"engine={engine}"], launch_once) for engine in found},
+        f"{name}, launcher killed": (overrides, kill_launcher),
+        f"{name}, two launchers": (overrides, launch_twice),
     }
 
 
-def try_out(folder: Path, words: Sequence[str], trial: Callable[[Sweep], int]) -> pd.Series:
-    sweep = Sweep(folder, words)
+def time_trial(folder: Path, overrides: Sequence[str], trial: Trial) -> pd.Series:
+    sweep = Sweep(folder, overrides)
     folder.mkdir(parents=True)
     start = time.monotonic()
     again = trial(sweep)
@@ -123,33 +127,44 @@ def try_out(folder: Path, words: Sequence[str], trial: Callable[[Sweep], int]) -
     return pd.Series({"seconds": seconds, "again": again, "records": records})
 
 
-def go_round(folder: Path, quick: bool, backwards: bool) -> pd.DataFrame:
-    """A row per way; what is slow about the machine at the moment falls on all of them."""
-    size = ["scale=smoke"] if quick else LENGTH
-    every = ways(quick)
+def time_round(folder: Path, quick: bool, backwards: bool) -> pd.DataFrame:
+    """Time every trial once; return one row per trial."""
+    size = ["scale=smoke"] if quick else FULL_SIZE
+    every = trials(quick)
     rows = {
-        name: try_out(folder / str(number), [*SWEEP, *size, *words], trial)
-        for number, (name, (words, trial)) in sorted(enumerate(every.items()), reverse=backwards)
+        name: time_trial(folder / str(number), [*SWEEP, *size, *overrides], trial)
+        for number, (name, (overrides, trial)) in sorted(
+            enumerate(every.items()), reverse=backwards
+        )
     }
     table = pd.DataFrame([rows[name].rename(name) for name in every])
-    usual = table.loc[SERIAL, "records"]
-    different = [sum(r[name] != usual[name] for name in usual) for r in table["records"]]
+    serial = table.loc[SERIAL, "records"]
+    different = [sum(r[name] != serial[name] for name in serial) for r in table["records"]]
     ratio = table.loc[SERIAL, "seconds"] / table["seconds"]
-    table = table.assign(runs=len(usual), differ=different, faster=ratio)
-    return table.drop(columns="records").rename_axis("way").reset_index()
+    table = table.assign(runs=len(serial), differ=different, faster=ratio)
+    return table.drop(columns="records").rename_axis("trial").reset_index()
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per way: the median over the rounds, and the worst of what must not be."""
+def time_engines(quick: bool) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory() as scratch:
+        rounds = [
+            time_round(Path(scratch) / str(r), quick, backwards=r % 2 == 1).assign(round=r)
+            for r in range(1 if quick else ROUNDS)
+        ]
+    return pd.concat(rounds, ignore_index=True)
+
+
+def engines_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per trial: medians over the rounds, sums of what must not happen."""
     rows = []
-    for name, part in table.groupby("way", sort=False):
+    for name, part in table.groupby("trial", sort=False):
         rows.append(
             {
-                "way": name,
+                "trial": name,
                 "runs": part["runs"].max(),
                 "seconds": f"{part['seconds'].median():.0f}",
-                "times as fast": f"{part['faster'].median():.2f}",
-                "from – to": f"{part['faster'].min():.2f}–{part['faster'].max():.2f}",
+                "speedup": f"{part['faster'].median():.2f}",
+                "range": f"{part['faster'].min():.2f}–{part['faster'].max():.2f}",
                 "trained again": part["again"].sum(),
                 "records that differ": part["differ"].sum(),
             }
@@ -157,45 +172,38 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-EXPLANATION = f"""\
+ENGINES_EXPLANATION = f"""\
 The sweep:
 
-    run.py -m {" ".join([*SWEEP, *LENGTH])}
+    run.py -m {" ".join([*SWEEP, *FULL_SIZE])}
 
-with `engine=` as named. A time is that of the whole command, with the start of its processes, in a
-folder of its own. In a round every way has its turn; the ratio is that to {SERIAL} in the same
-round: median and range. Launcher killed: SIGKILL when half of the runs are done, then the same
-command; a run that was done and is trained again would be counted. Two launchers: the same command
-twice at once. A record differs if a byte of metrics.csv or of a file beside it does (run.json has
-times and is left out). Ray starts a cluster of one node first, and its workers at nice 15."""
-
-
-def document(table: pd.DataFrame, quick: bool) -> str:
-    facts = machine() | {"rounds": int(table["round"].max()) + 1}
-    parts = ["# One sweep on every engine"]
-    parts += ["**Short runs, for the tests: these times mean nothing.**"] if quick else []
-    parts += [listed(facts), markdown(readable(table)), EXPLANATION]
-    return "\n\n".join(parts) + "\n"
+with `engine=` as named. Seconds are those of the whole command, including the start of its
+processes. Every round runs each trial once in a new folder; the speedup is relative to {SERIAL} in
+the same round: median and range. Launcher killed: SIGKILL when half of the runs are finished, then
+the same command again; a finished run that is trained again is counted. Two launchers: the same
+command twice at the same time. A record differs if a byte of metrics.csv or of a file beside it
+does, except run.json, which has times. Ray first starts a cluster of one node; its workers run at
+nice 15."""
 
 
-def bench(results: Path, quick: bool) -> pd.DataFrame:
-    with tempfile.TemporaryDirectory() as scratch:
-        rounds = [
-            go_round(Path(scratch) / str(r), quick, backwards=r % 2 == 1).assign(round=r)
-            for r in range(1 if quick else ROUNDS)
-        ]
-    table = pd.concat(rounds, ignore_index=True)
-    write(table, document(table, quick), results / "benchmarks" / "bench-engines")
+def engines_sections(table: pd.DataFrame) -> list[str]:
+    facts = environment() | {"rounds": int(table["round"].max()) + 1}
+    return [bullet_list(facts), markdown_table(engines_summary(table)), ENGINES_EXPLANATION]
+
+
+def check_engines(table: pd.DataFrame, stem: Path, quick: bool) -> None:
     if table["differ"].any() or table["again"].any():
-        raise OSError(
-            f"records differ or were made twice, see {results}/benchmarks/bench-engines.csv"
-        )
-    return table
+        raise OSError(f"records differ or runs were trained again, see {stem}.csv")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    command(bench, readable, "One sweep on every engine.", "bench-engines", words)
-
+ENGINES_BENCHMARK = Benchmark(
+    "bench-engines",
+    "One sweep on every engine",
+    time_engines,
+    engines_summary,
+    engines_sections,
+    check_engines,
+)
 
 if __name__ == "__main__":
-    main()
+    ENGINES_BENCHMARK.main()

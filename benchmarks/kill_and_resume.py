@@ -1,6 +1,6 @@
-"""Trainings are killed (SIGKILL) at random moments and continued; their records must not differ.
+"""Kills trainings (SIGKILL) at random times, resumes them, and compares their records.
 
-python -m benchmarks.kill_and_resume       50 kills: results/benchmarks/torture.md and torture.csv
+python -m benchmarks.kill_and_resume [--quick] [--results FOLDER]
 """
 
 from __future__ import annotations
@@ -18,68 +18,70 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from benchmarks.common import command, listed, machine, markdown, write
+from benchmarks.common import Benchmark, bullet_list, environment
 from experiments.config.compose import compose
+from experiments.products.markdown import markdown_table
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.training.device import pick_device
 from experiments.training.execute import checkpoint_of, execute
 
-KILLS, QUICK = 50, 4
-MOST = 5  # kills of one run; then it is left in peace
+KILLS, QUICK_KILLS = 50, 4
+MAX_KILLS_PER_RUN = 5
 PROBLEMS = {
     "mnist_mlp": ["steps=150"],
     "resnet_cifar10": [],
     "wgan_gp": [],
     "nmt": ["steps=40"],
 }
-# Where a kill came, told by what it left, from the beginning of a run to its end.
+# When a kill happened, from the start of a run to its end, inferred from the files it left.
 MOMENTS = ("start", "before the first checkpoint", "training", "inside a write", "end")
-UNALIKE = (".lock", "run.json")  # when and where it was made
+NOT_COMPARED = (".lock", "run.json")  # they depend on time and machine
 
 
-def run_of(experiment: str, results: Path, words: Sequence[str] = ()) -> Run:
+def run_of(experiment: str, results: Path, overrides: Sequence[str] = ()) -> Run:
     names = [f"experiment={experiment}", "optimizer=adashift", "scale=smoke", "tracking=off"]
     one = "threads=1"  # a process with threads must not fork
-    return Run(compose([*names, *PROBLEMS[experiment], *words, one, f"results={results}"]))
+    return Run(compose([*names, *PROBLEMS[experiment], *overrides, one, f"results={results}"]))
 
 
-def begin(run: Run, log: Path) -> int:
-    """A process that trains the run; a fork, because torch takes seconds to be imported."""
+def fork_training(run: Run, log: Path) -> int:
+    """Train the run in a forked process: importing torch again would take seconds."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-        code = int(execute(run) != "finished")
+        code = int(execute(run) != Status.FINISHED)
     finally:
         os._exit(code)
 
 
-def end(child: int, log: Path) -> bool:
-    """Whether a process came to its end; one that failed ends all this."""
+def wait_for_exit(child: int, log: Path) -> bool:
+    """Return whether the process finished; raise an OSError if it failed."""
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status not in (0, -signal.SIGKILL):
         raise OSError(f"a run failed: {log.read_text(errors='replace')[-2000:]}")
     return status == 0
 
 
-def undisturbed(run: Run, log: Path) -> float:
-    """Train it in peace; how many seconds that took."""
+def train_undisturbed(run: Run, log: Path) -> float:
+    """Train the run to its end; return the seconds."""
     start = time.monotonic()
-    end(begin(run, log), log)
+    wait_for_exit(fork_training(run, log), log)
     return time.monotonic() - start
 
 
-def killed(run: Run, log: Path, after: float) -> bool:
-    """Train it, and kill it after so many seconds; whether it had not ended by then."""
-    child = begin(run, log)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)  # no error for one that has ended and was not waited for
-    return not end(child, log)
+def kill_after(delay: float, run: Run, log: Path) -> bool:
+    """Train the run and kill it after some seconds; return whether it was still running."""
+    child = fork_training(run, log)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)  # no error if the child has ended: it was not waited for
+    return not wait_for_exit(child, log)
 
 
-def moment(run: Run) -> str:
+def moment_of_kill(run: Run) -> str:
     if run.done:
         return "end"
     checkpoint = checkpoint_of(run, pick_device("cpu"))
@@ -88,40 +90,43 @@ def moment(run: Run) -> str:
         return "inside a write"
     if kept:
         return "training"
-    return "before the first checkpoint" if run.status == "killed" else "start"
+    return "before the first checkpoint" if run.status == Status.KILLED else "start"
 
 
 def record_of(run: Run) -> dict[str, bytes]:
-    files = [path for path in sorted(run.folder.iterdir()) if path.name not in UNALIKE]
+    files = [path for path in sorted(run.folder.iterdir()) if path.name not in NOT_COMPARED]
     return {path.name: path.read_bytes() for path in files}
 
 
-def torment(whole: Run, run: Run, delays: Iterator[float], log: Path) -> pd.DataFrame:
-    """Kill a run again and again, then leave it in peace; a row per kill."""
+def kill_repeatedly(whole: Run, run: Run, delays: Iterator[float], log: Path) -> pd.DataFrame:
+    """Kill a run after each delay, then resume it to its end; return one row per kill."""
     rows = []
-    for after in delays:
-        if not killed(run, log, after):
+    for delay in delays:
+        if not kill_after(delay, run, log):
             break
         state = checkpoint_of(run, pick_device("cpu")).load()
         step = state["done"] if state else 0
-        rows.append({"seconds": after, "moment": moment(run), "step": step})
-    undisturbed(run, log)
+        rows.append({"seconds": delay, "moment": moment_of_kill(run), "step": step})
+    train_undisturbed(run, log)
     same = run.status == whole.status and record_of(run) == record_of(whole)
     return pd.DataFrame(rows, columns=["seconds", "moment", "step"]).assign(same=same)
 
 
-def kill_all(folder: Path, log: Path, quick: bool, draw: random.Random) -> pd.DataFrame:
-    """So many kills, the problems in turn."""
-    tqdm.monitor_interval = 0  # a thread
+def kill_all(folder: Path, log: Path, quick: bool, rng: random.Random) -> pd.DataFrame:
+    """Kill runs of the problems in turn; return one row per kill."""
+    tqdm.monitor_interval = 0  # its monitor is a thread
     wholes = {name: run_of(name, folder / "undisturbed") for name in PROBLEMS}
     for run in wholes.values():
-        execute(run)  # here: what it imports and reads, the forks need not
-    lengths = {name: undisturbed(kept(name, folder, "timed"), log) for name in PROBLEMS}
-    left, most = (QUICK, 1) if quick else (KILLS, MOST)
+        execute(run)  # in this process, so that the forks share its imports and data
+    lengths = {
+        name: train_undisturbed(checkpointed(name, folder, "timed"), log) for name in PROBLEMS
+    }
+    left, most = (QUICK_KILLS, 1) if quick else (KILLS, MAX_KILLS_PER_RUN)
     tables = []
     for number, name in zip(count(1), cycle(PROBLEMS)):
-        delays = (draw.uniform(0, lengths[name]) for _ in range(min(left, draw.randint(1, most))))
-        table = torment(wholes[name], kept(name, folder, str(number)), delays, log)
+        delays = (rng.uniform(0, lengths[name]) for _ in range(min(left, rng.randint(1, most))))
+        run = checkpointed(name, folder, str(number))
+        table = kill_repeatedly(wholes[name], run, delays, log)
         tables.append(table.assign(experiment=name, run=number))
         left -= len(table)
         if not left:
@@ -129,13 +134,22 @@ def kill_all(folder: Path, log: Path, quick: bool, draw: random.Random) -> pd.Da
     return pd.concat(tables, ignore_index=True)
 
 
-def kept(experiment: str, folder: Path, name: str) -> Run:
-    """A run that writes a checkpoint after every step."""
+def checkpointed(experiment: str, folder: Path, name: str) -> Run:
+    """Return a run that writes a checkpoint after every step."""
     return run_of(experiment, folder / name, ["checkpoint_every=0"])
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per problem, and one for all."""
+def kill_and_resume(quick: bool) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        table = kill_all(Path(scratch), log, quick, random.Random(0))
+        lines = log.read_text(errors="replace").splitlines()
+    # A resumed run prints the path of a checkpoint only if it skips it.
+    return table.assign(skipped=sum(".pt" in line for line in lines))
+
+
+def kills_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per problem, and one for all."""
     rows = []
     for name, part in [*table.groupby("experiment", sort=False), ("all", table)]:
         runs = part.drop_duplicates("run")
@@ -145,37 +159,33 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-EXPLANATION = """\
-A run is killed by SIGKILL after a random part of the time that it takes undisturbed, up to five
-times, and then continued to its end by the same command. It writes a checkpoint after every step.
-A record differs if a byte of metrics.csv or of any file beside it does (run.json has times and is
-left out), or if anything is left over. Moments are told by what the kill left: nothing or an empty
-folder (start), a record without a checkpoint, a checkpoint (training), a file that was being
-written, or a record that was finished while the process was not."""
+KILLS_EXPLANATION = f"""\
+A run is killed (SIGKILL) after a random part of its undisturbed time, up to {MAX_KILLS_PER_RUN}
+times, and then resumed to its end by the same command. It writes a checkpoint after every step. A
+record differs if a byte of metrics.csv or of any file beside it does, except run.json, which has
+times, or if a file is left over. The moment of a kill is inferred from the files that it left: none
+or an empty folder (start), a record without a checkpoint, a checkpoint (training), a draft of a
+file (inside a write), or a finished record (end)."""
 
 
-def document(table: pd.DataFrame, passed_over: int, quick: bool) -> str:
-    facts = machine() | {"files that were found torn and passed over": passed_over}
-    parts = ["# Killed and continued"]
-    parts += ["**A few kills, for the tests.**"] if quick else []
-    parts += [listed(facts), markdown(summary(table)), EXPLANATION]
-    return "\n\n".join(parts) + "\n"
+def kills_sections(table: pd.DataFrame) -> list[str]:
+    facts = environment() | {"damaged checkpoints that were skipped": table["skipped"].max()}
+    return [bullet_list(facts), markdown_table(kills_summary(table)), KILLS_EXPLANATION]
 
 
-def torture(results: Path, quick: bool) -> pd.DataFrame:
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"
-        table = kill_all(Path(scratch), log, quick, random.Random(0))
-        passed_over = log.read_text(errors="replace").count("passed over")
-    write(table, document(table, passed_over, quick), results / "benchmarks" / "torture")
+def check_kills(table: pd.DataFrame, stem: Path, quick: bool) -> None:
     if not table["same"].all():
-        raise OSError(f"records differ, see {results}/benchmarks/torture.csv")
-    return table
+        raise OSError(f"records differ, see {stem}.csv")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    command(torture, summary, "Kill trainings, continue them, compare.", "torture", words)
-
+KILLS_BENCHMARK = Benchmark(
+    "kill-and-resume",
+    "Killed and resumed",
+    kill_and_resume,
+    kills_summary,
+    kills_sections,
+    check_kills,
+)
 
 if __name__ == "__main__":
-    main()
+    KILLS_BENCHMARK.main()

@@ -1,4 +1,4 @@
-"""An optimizer of one's own; conf/optimizer/lion.yaml makes it a curve in any figure."""
+"""An example of a custom optimizer; with conf/optimizer/lion.yaml it can be added to any figure."""
 
 from __future__ import annotations
 

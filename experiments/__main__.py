@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,25 +31,26 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.products.make import (
     groups_of,
-    judge,
     keep_index,
     make,
     make_figure_with,
     place,
     show,
     train_missing,
+    update_verdicts,
 )
 from experiments.products.specs import (
     asked_for,
     everything,
+    full_names,
     load_spec,
-    numbers,
     refuse_other_runs,
     specs,
 )
 from experiments.records.run import Run, all_runs
 from experiments.records.tracking import account
-from experiments.training.signals import ASKED
+from experiments.training.scheduler import FailedRunsError
+from experiments.training.signals import exit_interrupted
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -69,20 +69,25 @@ def main(arguments: Sequence[str]) -> None:
     if parsed.extra and parsed.what != "figure":
         raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
     if parsed.extra:
-        for name in numbers("figure", names):
+        for name in full_names("figure", names):
             make_figure_with(parsed.extra.split(","), name, overrides)
     else:
         COMMANDS[parsed.what](names, overrides)
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
-    for name in numbers(kind, names):
+    failed = []
+    for name in full_names(kind, names):
         try:
             make(kind, name, overrides)
         except NotPublishedError as error:
             if "all" not in names:
                 raise
             print(f"skipped {error}")
+        except FailedRunsError as error:
+            failed.append(str(error))
+    if failed:
+        raise ConfigError("; ".join(failed))
 
 
 def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -96,18 +101,18 @@ def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
     for kind, name in everything():
         spec = load_spec(kind, name)
         groups = groups_of(spec, overrides)
-        show(judge(spec, groups))
+        show(update_verdicts(spec, groups))
         keep_index(f"{kind}-{name}", groups)
 
 
 def status(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.products.status import lines_of, strays
+    from experiments.products.status import status_lines, strays
 
     known = set[Path]()
     for kind, name in asked_for(names) if names else everything():
         runs = all_runs(load_spec(kind, name).expand(overrides))
         known |= {run.folder for run in runs}
-        print("\n".join(lines_of(f"{kind} {name}", runs, full=bool(names))), flush=True)
+        print("\n".join(status_lines(f"{kind} {name}", runs, full=bool(names))), flush=True)
     for line in [] if names else strays(compose(overrides).results, known):
         print(line)
 
@@ -127,27 +132,27 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
         print("it is empty: nothing has been made here yet; RECORDS=published shows our results")
 
 
-def publish(names: Sequence[str], overrides: Sequence[str]) -> None:
+def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.publish import publish
 
     for line in publish(overrides):
         print(line, flush=True)
 
 
-def verify(names: Sequence[str], overrides: Sequence[str]) -> None:
+def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
     if not verify(overrides):
-        raise ConfigError("some runs differ from the published ones, see above")
+        raise ConfigError("some runs failed or differ from the published ones, see above")
 
 
 def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.products.dashboard import publish
+    from experiments.products.dashboard import publish_dashboard
 
     tracking = compose(overrides).tracking
     entity = account(tracking)
     figures = {f"figure-{path.stem}": load_spec("figure", path.stem) for path in specs("figure")}
-    print(publish(figures, entity, tracking.project))
+    print(publish_dashboard(figures, entity, tracking.project))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
@@ -158,8 +163,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "claims": claims,
     "status": status,
     "report": report,
-    "verify": verify,
-    "publish": publish,
+    "verify": verify_results,
+    "publish": publish_results,
     "dashboard": dashboard,
 }
 
@@ -171,5 +176,4 @@ if __name__ == "__main__":
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(128 + (ASKED.by or signal.SIGINT))
+        exit_interrupted()

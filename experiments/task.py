@@ -1,4 +1,4 @@
-"""Task and Step: what a problem must provide to be trained by the one loop."""
+"""Task and Measurement: what a problem must provide to be trained, or measured, by our loops."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+Metrics = dict[str, float]  # metric → value, at one step
+
 
 @dataclass
 class Step:
-    """One update of one player; `loss` returns the scalar to be minimised."""
+    """One update of one player; `loss` returns the scalar to minimize."""
 
     player: str
     loss: Callable[[], Tensor]
-    clip: float | None = field(default=None, kw_only=True)  # of the norm of all gradients together
+    clip: float | None = field(default=None, kw_only=True)  # maximum norm of all gradients together
     size: ClassVar[int] = 1  # steps on the x axis
 
     def take(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -34,58 +36,80 @@ class Step:
 
 
 @dataclass
-class Stretch:
-    """Many steps at once, for a problem that can say what they do without taking each of them."""
+class CustomStep:
+    """A step that calls the optimizer in its own way; it may cover `size` steps at once."""
 
     player: str
-    act: Callable[[torch.optim.Optimizer], None]
+    update: Callable[[torch.optim.Optimizer], None]
     size: int = 1
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        self.act(optimizer)
+        self.update(optimizer)
 
 
 class Task(ABC):
-    """A problem: who plays, how a step goes, how it is judged."""
+    """A problem of training: its players, its steps and its metrics."""
 
-    ends: ClassVar[bool] = False  # whether steps() stops by itself, before `steps` are done
-    gives_closure: ClassVar[bool] = False  # whether a step hands the optimizer what it minimises
-    resumable: ClassVar[bool] = True  # whether state_dict() has all that it takes to go on
+    gives_closure: ClassVar[bool] = False  # whether steps pass a closure to the optimizer
+    resumable: ClassVar[bool] = True  # whether state_dict() is enough to resume
     divisible: ClassVar[bool] = False  # whether several processes can share a batch
-    epoch_steps: int | None = None  # of one pass over the data, if there are passes
-    total_steps: int | None = None  # of a training whose length is given in epochs
+    epoch_steps: int | None = None  # steps of one pass over the data, if the task has epochs
+    total_steps: int | None = None  # steps of the training, if its length is given in epochs
 
     @abstractmethod
     def players(self) -> dict[str, list[torch.nn.Parameter]]:
-        """Name → parameters; each player gets an optimizer of its own."""
+        """Name → parameters; each player gets its own optimizer."""
 
     def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:  # noqa: B027
-        """Raise a ValueError for an optimizer that this problem cannot be tried with."""
+        """Raise a ValueError if the task does not support one of the optimizers."""
 
     @abstractmethod
-    def steps(self) -> Iterator[Step | Stretch]:
-        """Steps without end, unless the problem ends; the loop stops when they are enough."""
+    def steps(self) -> Iterator[Step | CustomStep]:
+        """Yield steps without end; the loop stops when it has taken enough."""
 
     def after_step(self) -> None:  # noqa: B027 (most problems have no feasible set)
-        """Bring the parameters back into the feasible set."""
+        """Project the parameters onto the feasible set."""
 
     @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Metric → value, at the end of a stretch of `log_every` steps."""
+    def evaluate(self) -> Metrics:
+        """Return the metrics after every `log_every` steps."""
 
-    def evaluate_at_end(self) -> dict[str, float]:
-        """The same after the last step, when more time may be taken."""
+    def evaluate_at_end(self) -> Metrics:
+        """Return the metrics after the last step, where an evaluation may take longer."""
         return self.evaluate()
 
     def files(self) -> dict[str, bytes]:
-        """Name → content of what is kept beside the metrics, asked for after the last step."""
+        """Return name → content of files to keep beside the metrics; called after the last step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept beside the parameters to go on: data order, random generators."""
+        """Return what resuming needs besides parameters: data order, random generators."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
+            raise ValueError(f"{type(self).__name__} has no state, but got {sorted(state)}")
+
+
+class Measurement(ABC):
+    """A problem that gives rows of metrics without training: lemmas, grids, simulations.
+
+    It gets an optimizer of one scalar parameter (float64, on the CPU) and computes with its rule
+    and settings. It takes seconds, so it is not resumable.
+
+    >>> class Rates(Measurement):
+    ...     def __init__(self, seed, device): ...
+    ...     def rows(self, optimizer):
+    ...         yield from ({"lr": optimizer.defaults["lr"] / n} for n in (1, 2, 3))
+    """
+
+    resumable: ClassVar[bool] = False
+    divisible: ClassVar[bool] = False
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Raise a ValueError if the measurement does not support the optimizer."""
+
+    @abstractmethod
+    def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Metrics]:
+        """Yield the rows, computing each when it is requested; they may be endless."""

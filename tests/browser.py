@@ -1,4 +1,4 @@
-"""Chromium without a window, spoken to over a pipe (the DevTools protocol)."""
+"""Headless Chromium, controlled over a pipe (the DevTools protocol)."""
 
 import json
 import os
@@ -9,14 +9,14 @@ import time
 from contextlib import suppress
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
+CHROMIUM_FLAGS = (
     "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 )
 
 
 class Page:
-    """One page; `problems` has what a console would show in red, and every request to a network."""
+    """One page; `problems` has the errors and warnings of its console and its network requests."""
 
     def __init__(self, folder, address, width=1280, height=900, dark=False):
         self.problems, self.last, self.buffer = [], 0, b""
@@ -24,7 +24,7 @@ class Page:
         self.read, answers = os.pipe()
         shell = (
             f"exec 3<&{commands} 4>&{answers}; "
-            f'exec "{CHROMIUM}" {FLAGS} --remote-debugging-pipe --user-data-dir="{folder}"'
+            f'exec "{CHROMIUM}" {CHROMIUM_FLAGS} --remote-debugging-pipe --user-data-dir="{folder}"'
         )
         self.process = subprocess.Popen(
             ["bash", "-c", shell], pass_fds=(commands, answers), stderr=subprocess.DEVNULL
@@ -71,20 +71,20 @@ class Page:
             if answer.get("id") == self.last:
                 assert "error" not in answer, answer
                 return answer["result"]
-            self.note(answer)
+            self.record_problem(answer)
 
     def receive(self, seconds=60):
         while b"\0" not in self.buffer:
             if not select.select([self.read], [], [], seconds)[0]:
-                raise TimeoutError("Chromium does not answer")
+                raise TimeoutError("Chromium does not respond")
             chunk = os.read(self.read, 1 << 20)
             if not chunk:
-                raise OSError("Chromium has ended")
+                raise OSError("Chromium has exited")
             self.buffer += chunk
         line, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(line)
 
-    def note(self, event):
+    def record_problem(self, event):
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.problems.append(params["exceptionDetails"])
@@ -98,7 +98,7 @@ class Page:
                 self.problems.append(url)
 
     def value(self, expression):
-        """What an expression of the page gives; an exception there is one here."""
+        """The value of a JavaScript expression; an exception in the page fails the test."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )

@@ -1,4 +1,4 @@
-"""What the documents say of the code must be so."""
+"""README and docs match the code and the published results, and their examples run."""
 
 import re
 import shutil
@@ -6,17 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 import yaml
 
 import adashift
 from experiments.products.report import load_products, tally
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "results/published/README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/published/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
-def test_every_erratum_has_its_test_and_every_test_its_erratum():
+def test_every_erratum_has_a_test_and_every_test_an_erratum():
     page = (ROOT / "docs/errata.md").read_text()
     code = (ROOT / "tests/adashift/analysis/test_errata.py").read_text()
     named = set(re.findall(r"`(test_E\d+\w*)`", page))
@@ -27,33 +30,77 @@ def test_every_erratum_has_its_test_and_every_test_its_erratum():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+def test_links_work(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            name, _, heading = target.partition("#")
+            linked = page.parent / name if name else page
+            assert linked.exists(), target
+            assert not heading or heading in anchors(linked), target
 
 
-def test_the_readme_names_every_optimizer_and_only_targets_that_exist():
-    text = (ROOT / "README.md").read_text()
-    assert all(f.stem in text for f in (ROOT / "conf/optimizer").glob("*.yaml"))
-    targets = set(re.findall(r"(?:`|^)make ([a-z-]+\d*)", text, re.MULTILINE)) - {"help"}
+def anchors(page):
+    """The link targets that GitHub gives the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.*)", page.read_text())
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_make_targets_exist(page):
     help_text = (ROOT / "Makefile").read_text()
-    for target in targets:
-        name = re.sub(r"-\d+$", "-1", target)
-        assert re.search(rf"^##   .*\b{name}\b", help_text, re.MULTILINE), target
+    for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+\d*)", page.read_text())) - {"help"}:
+        name = re.sub(r"-s?\d+$", "-1", re.sub(r"^sweep-.*", "sweep-betas", target))
+        assert re.search(rf"(?m)^##   .*\b{name}\b", help_text), target
 
 
-def test_the_gallery_tells_the_verdicts_of_the_results():
+def test_the_settings_name_every_optimizer():
+    text = (ROOT / "docs/settings.md").read_text()
+    assert all(f.stem in text for f in (ROOT / "conf/optimizer").glob("*.yaml"))
+
+
+def test_the_readme_has_the_published_verdicts():
     text = (ROOT / "README.md").read_text()
-    verdicts = {p.label: p.verdict for p in load_products((ROOT / "results/published", ""))}
-    shown = re.findall(r"!\[\]\(\S+\) \[(Figure \d+)\]\(\S+\): ([^.]+)\.", text)
+    products = load_products((ROOT / "results/published", ""))
+    verdicts = {product.label: product.verdict for product in products}
+    shown = re.findall(r"(?m)^\| \[([A-Z][a-z]+(?: \d+)?)\]\(\S+\) \|.*\| ([^|]+) \|$", text)
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
 
 
-def test_the_readme_has_the_published_numbers_of_claims():
+def test_the_readme_has_the_published_claim_counts():
     text = (ROOT / "README.md").read_text()
     products = load_products((ROOT / "results/published", ""))
     claims = [row for product in products for row in product.claims]
     assert f"**{len(claims)} claims: {tally(claims)}.**" in text
+
+
+def test_the_readme_has_the_learning_rates_of_the_published_searches():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"(?m)^\| \[Table (\d)\]\(\S+\): (.+?) \| (.*) \|", text)
+    assert len(rows) == 7
+    for number, problem, cells in rows:
+        table = pd.read_csv(ROOT / f"results/published/tables/table-0{number}.csv")
+        *shown, _ = cells.split(" | ")
+        assert [float(rate) for rate in shown] == searched_rates(table, problem), problem
+
+
+def searched_rates(table, problem):
+    """The paper's learning rates of Adam and AdaShift, then the best ones of the search."""
+    names = ["ResNet", "DenseNet"] if "CIFAR-10" in problem else ["Tiny-ImageNet"]
+    mark = next((f"{name}: " for name in names if name in problem), "")
+    wanted = [(mark + "Adam",), (mark + "AdaShift", "max-AdaShift")]
+    return [
+        table[table["optimizer"].isin(optimizer) & table[column]]["lr"].item()
+        for column in ("paper", "best")
+        for optimizer in wanted
+    ]
+
+
+def test_the_hops_of_the_design_exist():
+    hops = re.findall(r"(?m)^\d+\. `([a-z_.]+)\.(\w+)`", (ROOT / "docs/design.md").read_text())
+    assert len(hops) >= 12
+    for module, name in hops:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert re.search(rf"(?m)^(def|class) {name}\b", source), f"{module}.{name}"
 
 
 def test_the_version_is_the_same_everywhere():
@@ -62,19 +109,29 @@ def test_the_version_is_the_same_everywhere():
     assert f"## {adashift.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-# -- the worked examples -----------------------------------------------------------------------
+# -- worked examples ---------------------------------------------------------------------------
 
 
-def blocks(heading):
-    """The fenced blocks of a chapter of the README: (language, text)."""
-    text = (ROOT / "README.md").read_text()
-    chapter = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"^```(\w*)\n(.*?)^```", chapter, re.MULTILINE | re.DOTALL)
+FILE, BLOCK = r"^\*\*`(?P<path>[^`]+)`\*\*\n\n", r"^```(?P<language>\w*)\n(?P<text>.*?)^```"
+EXAMPLE = re.compile(f"(?ms)(?:{FILE})?{BLOCK}")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/optimizer.md"])
+def test_python_examples_run(page):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(12)]
+    names = {"model": model, "batches": batches, "loss_function": torch.nn.functional.mse_loss}
+    before = [p.detach().clone() for p in model.parameters()]
+    for example in EXAMPLE.finditer((ROOT / page).read_text()):
+        if example["language"] == "python":
+            exec(example["text"], names)
+    assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the project to write into; its data are at hand."""
+    """A copy of the project that a test may write to."""
     folder = tmp_path / "clone"
     for name in ("conf", "adashift", "experiments", "examples"):
         shutil.copytree(ROOT / name, folder / name)
@@ -83,40 +140,43 @@ def clone(tmp_path):
 
 
 def follow(clone, heading):
-    """Write the files of a chapter and type its commands, at smoke scale; return what they said."""
-    said = []
-    for language, text in blocks(heading):
-        if language:
-            path, content = text.removeprefix("# ").split("\n", 1)
-            (clone / path).write_text(content)
+    """Write the files of a section as printed and run its commands at smoke scale."""
+    text = (ROOT / "docs/own_experiments.md").read_text()
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    output = []
+    for example in EXAMPLE.finditer(section):
+        if example["path"]:
+            (clone / example["path"]).write_text(example["text"])
             continue
-        (line,) = text.splitlines()
+        (line,) = example["text"].splitlines()
         words = line.split("#")[0].split()
-        if words[0] == "make":  # what the Makefile makes of it is tested in test_project.py
+        if words[0] == "make":  # test_project.py tests the Makefile
             extra = words[2].removeprefix("EXTRA=")
             words = ["python", "-m", "experiments", "--extra", extra, "figure", words[1][7:]]
         command = [sys.executable, *words[1:], "scale=smoke", "tracking=off"]
         out = subprocess.run(command, cwd=clone, capture_output=True, text=True)
         assert out.returncode == 0, f"{line}\n{out.stderr}"
-        said.append(out.stdout)
-    return said
+        output.append(out.stdout)
+    return output
 
 
-def test_your_own_optimizer_is_a_run_and_a_curve(clone):
+@pytest.mark.slow
+def test_a_custom_optimizer_is_trained_and_drawn(clone):
     words = ["-m", "experiments", "figure", "3", "scale=smoke", "tracking=off"]
     subprocess.run([sys.executable, *words], cwd=clone, check=True, capture_output=True)
-    usual = clone / "results/figures/figure-03-smoke.csv"
-    before = usual.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
-    run, figure = follow(clone, "Your own optimizer in ten minutes")
+    default = clone / "results/figures/figure-03-smoke.csv"
+    before = default.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
+    run, figure = follow(clone, "An optimizer")
     assert run.endswith("finished\n")
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
     new = set(clone.glob("results/runs/mnist_mlp/*/*")) - before[1]
-    assert {path.parent.name.split("-")[0] for path in new} == {"own", "signum"}
-    assert usual.read_bytes() == before[0]
+    assert {path.parent.name.split("-")[0] for path in new} == {"custom", "signum"}
+    assert default.read_bytes() == before[0]
 
 
-def test_your_own_experiment_and_figure_are_trained_drawn_and_judged(clone):
-    run, figure = follow(clone, "Your own experiment, your own figure")
+@pytest.mark.slow
+def test_a_custom_experiment_and_figure_are_trained_drawn_and_judged(clone):
+    run, figure = follow(clone, "An experiment and a figure")
     assert run.endswith("finished\n") and "drawn from 6 runs" in figure and "V1 " in figure
     assert (clone / "results/figures/figure-valley-smoke.png").exists()

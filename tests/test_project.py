@@ -1,4 +1,4 @@
-"""The project around the code: make targets, lock files, image, and what the package imports."""
+"""Make targets, lock files, the Docker image, and the contents of the package."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def text_of(name):
 
 @pytest.fixture
 def make(tmp_path):
-    """Run make on an environment that looks installed, without the outer make's variables."""
+    """Run make with a fake virtual environment, without the variables of an outer make."""
     stamp = tmp_path / ".installed"
     stamp.touch()
     newest = max((ROOT / f).stat().st_mtime for f in ("requirements.lock", "pyproject.toml"))
@@ -46,13 +46,13 @@ def make(tmp_path):
 
 
 def pins(name):
-    """The requirements of a lock file: (name, specifier, marker), hashes and comments dropped."""
+    """The requirements in a lock file, without hashes and comments."""
     lines = [line for line in text_of(name).splitlines() if not line.startswith("#")]
     return [Requirement(line.rstrip(" \\")) for line in lines if line and not line[0].isspace()]
 
 
 def wanted(extra):
-    """The requirements of an extra, with those of the extras of this package that it includes."""
+    """The requirements of an extra and of the extras that it includes."""
     for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
         if requirement.name == PROJECT["name"]:
             for inner in requirement.extras:
@@ -65,11 +65,11 @@ def wanted(extra):
 
 
 def user_targets():
-    """Every phony target: those are what a user can ask for."""
+    """Every phony target."""
     text = text_of("Makefile")
     names = re.search(r"^\.PHONY:((?:.*\\\n)*.*)", text, re.MULTILINE)[1].replace("\\", " ").split()
     several = {"$(FIGURES)": "figure-1 … figure-24", "$(TABLES)": "table-1 … table-9"}
-    several |= {"$(SWEEPS)": "sweep-lr, sweep-n …"}
+    several |= {"$(SWEEPS)": "sweep-betas …"}
     return [several.get(name, name) for name in names if name not in ("FORCE", "help")]
 
 
@@ -79,13 +79,13 @@ def test_help_lists_every_target_on_one_line(make):
         assert len([line for line in lines if re.match(rf"  {target}  +\w", line)]) == 1, target
 
 
-def test_every_rule_is_phony_and_so_in_help():
+def test_every_rule_is_phony_and_therefore_in_help():
     text = text_of("Makefile")
     rules = set(re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE))
     assert {name for rule in rules for name in rule.split()} - {"help"} <= set(user_targets())
 
 
-def test_help_is_the_default_and_needs_no_environment(make, tmp_path):
+def test_help_is_the_default_and_needs_no_virtual_environment(make, tmp_path):
     (tmp_path / ".installed").unlink()
     assert make().stdout == make("help").stdout
     assert not list(tmp_path.iterdir())
@@ -107,24 +107,24 @@ def test_help_is_the_default_and_needs_no_environment(make, tmp_path):
         ("publish", "publish"),
     ],
 )
-def test_target_runs_its_command(make, tmp_path, target, arguments):
+def test_a_target_runs_its_command(make, tmp_path, target, arguments):
     assert make("-n", target).stdout.split() == [
         f"{tmp_path}/bin/python", "-m", "experiments", *arguments.split()
     ]  # fmt: skip
 
 
-def test_all_is_every_figure_table_and_claim_and_then_the_report(make):
+def test_make_all_runs_figures_tables_claims_and_report_in_order(make):
     lines = make("-n", "all").stdout.splitlines()
     words = [line.split("experiments ")[1].split()[0] for line in lines if "experiments " in line]
     assert words == ["figure", "table", "surprises", "claims", "report"]
 
 
-def test_a_figure_can_have_another_curve(make):
+def test_extra_adds_a_curve_to_a_figure(make):
     command = make("-n", "figure-3", "EXTRA=lion").stdout
     assert command.strip().endswith("-m experiments --extra lion figure 3 scale=auto")
 
 
-def test_scale_records_and_arguments_are_passed_on(make):
+def test_scale_records_and_args_are_passed_on(make):
     commands = make("-n", "figure-8", "SCALE=smoke", "ARGS=seed=3 tracking=off").stdout
     assert commands.split()[-5:] == ["figure", "8", "scale=smoke", "seed=3", "tracking=off"]
     for target in ("figure-4", "table-5", "claims", "report", "status"):
@@ -132,21 +132,27 @@ def test_scale_records_and_arguments_are_passed_on(make):
         assert words[-2:] == ["scale=auto", "records=published"]
 
 
-@pytest.mark.parametrize("name", ["lr", "lr_x10", "n_and_m"])
+@pytest.mark.parametrize("name", ["betas", "lr_1e-4_to_1e-2", "n_and_m_10_to_40"])
 def test_a_sweep_is_a_target(make, name):
     commands = make("-n", f"sweep-{name}", "ARGS=experiment=mnist_lr").stdout
     assert commands.strip().endswith(f"run.py -m sweep={name} scale=auto experiment=mnist_lr")
     assert make("-n", "sweep-nonsense").returncode != 0
 
 
-def test_the_status_of_one_figure(make):
+def test_status_takes_figures_and_tables(make):
     commands = make("-n", "status", "FIGURE=4", "TABLE=5 6").stdout
     assert commands.strip().endswith("status figure-4 table-5 table-6 scale=auto")
 
 
+def test_slow_tests_run_in_test_all_and_in_ci(make):
+    assert '-m "not slow" tests' in make("-n", "test").stdout
+    assert ' -m "' not in make("-n", "test-all").stdout
+    assert re.search(r"^for step in .*\btest-all; do$", text_of(".ci/run"), re.MULTILINE)
+
+
 @pytest.mark.parametrize("target", ["figure-0", "figure-25", "figure-99", "figure-01", "table-10"])
 @pytest.mark.parametrize("flags", [[], ["-n"]])
-def test_a_number_that_the_paper_lacks_is_refused_in_one_line(make, target, flags):
+def test_a_figure_that_does_not_exist_is_a_one_line_error(make, target, flags):
     answer = make(*flags, target)
     assert answer.returncode != 0
     assert answer.stdout == ""
@@ -154,10 +160,10 @@ def test_a_number_that_the_paper_lacks_is_refused_in_one_line(make, target, flag
     assert f"{target} is none of them" in answer.stderr
 
 
-def test_an_old_python_is_refused_and_leaves_no_stamp(make, tmp_path):
+def test_an_old_python_is_an_error_and_leaves_no_stamp(make, tmp_path):
     (tmp_path / ".installed").unlink()
     old = tmp_path / "old-python"
-    old.write_text("#!/bin/sh\nexit 1\n")  # what an old Python answers to the version check
+    old.write_text("#!/bin/sh\nexit 1\n")  # what an old Python returns for the version check
     old.chmod(0o755)
     answer = make("figure-1", f"PYTHON={old}")
     assert answer.returncode != 0
@@ -166,7 +172,7 @@ def test_an_old_python_is_refused_and_leaves_no_stamp(make, tmp_path):
 
 
 def test_a_failed_install_leaves_no_stamp(make, tmp_path):
-    """The stamp is older than the lock, and the Python that passes the check cannot install."""
+    """The stamp is older than the lock; this Python passes the check but cannot install."""
     os.utime(tmp_path / ".installed", (0, 0))
     broken = tmp_path / "python"
     broken.write_text('#!/bin/sh\n[ "$1" = -c ]\n')
@@ -179,7 +185,7 @@ def test_a_failed_install_leaves_no_stamp(make, tmp_path):
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_lock_has_one_exact_version_and_a_hash_for_everything(name):
+def test_every_locked_package_has_an_exact_version_and_a_hash(name):
     assert len(pins(name)) > 50
     for pin in pins(name):
         assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), pin
@@ -191,7 +197,7 @@ def test_lock_has_one_exact_version_and_a_hash_for_everything(name):
     ("name", "extras"),
     [("requirements.lock", ["experiments", "dev"]), ("requirements-cluster.lock", ["cluster"])],
 )
-def test_lock_holds_every_dependency_in_a_version_that_it_allows(name, extras):
+def test_every_dependency_is_locked_in_an_allowed_version(name, extras):
     locked = pins(name)
     for requirement in [r for extra in extras for r in wanted(extra)]:
         found = [p for p in locked if p.name == canonicalize_name(requirement.name)]
@@ -201,20 +207,20 @@ def test_lock_holds_every_dependency_in_a_version_that_it_allows(name, extras):
             assert requirement.specifier.contains(version, prereleases=True), (requirement, pin)
 
 
-def test_locks_agree_where_they_overlap():
+def test_lock_files_agree_on_shared_packages():
     first, cluster = ({(p.name, str(p.marker)): str(p.specifier) for p in pins(f)} for f in LOCKS)
     assert {k: cluster[k] for k in first.keys() & cluster.keys()} == {
         k: first[k] for k in first.keys() & cluster.keys()
     }
 
 
-def test_torch_and_torchvision_are_the_matching_pair():
+def test_torch_and_torchvision_versions_match():
     pair = ["torch==2.15.0", "torchvision==0.29.2"]
     assert [str(p) for p in pins("requirements.lock") if p.name.startswith("torch")] == pair
     assert set(pair) <= set(PROJECT["optional-dependencies"]["experiments"])
 
 
-def test_the_package_alone_needs_torch_alone():
+def test_the_package_depends_only_on_torch():
     assert [Requirement(r).name for r in PROJECT["dependencies"]] == ["torch"]
 
 
@@ -222,14 +228,14 @@ def test_the_package_alone_needs_torch_alone():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_address_stands_in_the_file(name):
-    """An index, a mirror or a folder of one machine must not decide what others install."""
+def test_no_url_or_local_path_is_in_the_file(name):
+    """An index, a mirror or a folder of one machine must not affect what others install."""
     assert not re.findall(r"\w+://\S*|/(?:root|Users|work)/\S*", text_of(name))
     if name in LOCKS:
         assert not re.findall(r"^-.*", text_of(name), re.MULTILINE)
 
 
-def test_cpu_image_drops_cuda_and_nothing_else_from_the_lock():
+def test_the_cpu_image_drops_only_cuda_packages_from_the_lock():
     program = re.search(r"awk '(/\^\[a-z0-9\]/.*?)' requirements.lock >", text_of("Dockerfile"))[1]
     command = ["awk", program, str(ROOT / "requirements.lock")]
     kept = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -241,7 +247,7 @@ def test_cpu_image_drops_cuda_and_nothing_else_from_the_lock():
     assert 0 < hashes < text_of("requirements.lock").count("--hash")
 
 
-def test_importing_the_package_imports_no_experiment_tools():
+def test_importing_the_package_imports_no_experiment_dependencies():
     code = "import sys, adashift; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr
@@ -249,8 +255,9 @@ def test_importing_the_package_imports_no_experiment_tools():
     assert not tools & set(answer.stdout.split())
 
 
-def test_the_wheel_has_the_package_alone_and_needs_no_experiment_tools(tmp_path):
-    copy = tmp_path / "source"  # setuptools writes beside what it builds
+@pytest.mark.slow
+def test_the_wheel_has_only_the_package_and_needs_no_experiment_dependencies(tmp_path):
+    copy = tmp_path / "source"  # setuptools writes next to what it builds
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

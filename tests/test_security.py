@@ -1,4 +1,4 @@
-"""Nothing from outside is executed, and nothing secret is written."""
+"""No downloaded file can execute code, and no secret is written to disk."""
 
 import ast
 import re
@@ -19,12 +19,12 @@ SECRETS = {
 
 
 def called(node):
-    """The dotted name of what is called."""
+    """The dotted name of the called function."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
 def dangers(source):
-    """Calls by which a file from outside could run something."""
+    """Calls that let a file execute code."""
     for node in ast.walk(ast.parse(source)):
         name, words = called(node), {}
         if isinstance(node, ast.Call):
@@ -44,7 +44,7 @@ def dangers(source):
             yield name
 
 
-def test_no_file_from_outside_can_run_anything():
+def test_no_file_can_execute_code():
     ours = [(ROOT / folder).rglob("*.py") for folder in ("adashift", "experiments", ".ci")]
     paths = [ROOT / "run.py", *(path for folder in ours for path in folder)]
     found = {path: list(dangers(path.read_text())) for path in paths}
@@ -64,9 +64,8 @@ def test_a_dangerous_call_is_found(line):
     assert len(list(dangers(line))) == 1
 
 
-def test_every_checksum_is_a_checksum():
-    """What is fetched is verified (test_data.py shows that); here, that every file has something
-    to be verified by."""
+def test_every_data_file_has_a_checksum():
+    """test_data.py shows that downloads are verified; this, that each has an MD5 or SHA-256."""
     from experiments.data import cifar10, mnist, tiny_imagenet, translation
     from experiments.data.files import FileSet
 
@@ -77,7 +76,7 @@ def test_every_checksum_is_a_checksum():
         assert re.fullmatch(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", checksum)
 
 
-def test_no_secret_of_the_environment_is_written(tmp_path, monkeypatch, capfd):
+def test_no_secret_from_the_environment_is_written(tmp_path, monkeypatch, capfd):
     from experiments.config.compose import compose
     from experiments.records.run import Run
     from experiments.training.execute import execute
@@ -96,7 +95,7 @@ def test_no_secret_of_the_environment_is_written(tmp_path, monkeypatch, capfd):
     assert b"git@" not in written and b"remote" not in run.folder.joinpath("run.json").read_bytes()
 
 
-def test_an_image_does_not_run_as_root():
+def test_the_docker_image_does_not_run_as_root():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     (user,) = [line.split()[1] for line in lines if line.startswith("USER")]
     assert user not in ("root", "0")
@@ -117,7 +116,7 @@ BAD = '{"name": "x", "version": "1", "vulns": [{"id": "GHSA-1"}]}'
         (f"echo '{{\"dependencies\": [{CLEAN}, {BAD}]}}' > $OUT; exit 1", 1, "x 1: GHSA-1"),
     ],
 )
-def test_an_audit_fails_for_what_it_finds_and_not_for_want_of_a_network(
+def test_the_audit_fails_on_vulnerabilities_and_passes_without_a_network(
     tmp_path, script, status, words
 ):
     tool = tmp_path / "pip-audit"
@@ -128,7 +127,7 @@ def test_an_audit_fails_for_what_it_finds_and_not_for_want_of_a_network(
     assert answer.returncode == status and words in answer.stdout, answer.stderr
 
 
-def test_an_audit_without_its_tool_says_so(tmp_path):
+def test_the_audit_passes_without_its_tool(tmp_path):
     command = [sys.executable, str(ROOT / ".ci/audit.py"), str(tmp_path / "pip-audit")]
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0 and "the audit could not run" in answer.stdout

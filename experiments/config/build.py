@@ -1,4 +1,4 @@
-"""Builds the objects that `_target_` nodes describe, with every argument checked."""
+"""Builds the objects that `_target_` nodes describe, after checking every argument."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from pydantic import (
     ValidationError,
 )
 
-from experiments.config.errors import ConfigError, last_line, shown
-from experiments.config.schema import FLAGS
+from experiments.config.errors import ConfigError, expectation, invalid, last_line
+from experiments.config.schema import SPECIAL_KEYS
 
 
 def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
-    """Make the object that a config node describes; a bad argument is named by its key."""
+    """Return the object that a config node describes; an error names the key of a bad argument."""
     checked = check_call(node, key, extra)
     try:
         return hydra.utils.instantiate(checked, **extra)
     except HydraException as error:
-        if isinstance(error.__cause__, OSError):  # data or disk: no setting is to blame
+        if isinstance(error.__cause__, OSError):  # missing data or a full disk, not a bad setting
             raise error.__cause__ from None
         raise ConfigError(f"{key}: {last_line(error.__cause__ or error)}") from error
 
 
 def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """The node with every argument in the type that its `_target_` asks for, or a refusal."""
-    checked = {k: as_type(f"{key}.{k}", node[k], hint) for k, hint in FLAGS.items() if k in node}
+    """Return the node with every argument converted to the type that its `_target_` declares."""
+    special = {k: hint for k, hint in SPECIAL_KEYS.items() if k in node}
+    checked = {k: as_type(f"{key}.{k}", node[k], hint) for k, hint in special.items()}
     checked.pop("_version_", None)  # Hydra would pass it on
     if "_target_" not in checked:
-        raise ConfigError(f"{key}._target_ is missing: name the class or function")
-    target = find(checked["_target_"], key)
+        raise ConfigError(f"{key} has no _target_: set {key}._target_ to a class or function")
+    target = import_target(checked["_target_"], key)
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = type_hints(target)
     for name, value in node.items():
-        if name in FLAGS:
+        if name in SPECIAL_KEYS:
             continue
         if name not in parameters and not takes_any:
             raise ConfigError(
@@ -56,8 +57,8 @@ def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[st
     return checked
 
 
-def find(path: str, key: str) -> Any:
-    """The class or function with a dotted name."""
+def import_target(path: str, key: str) -> Any:
+    """Return the class or function with this dotted name."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -69,7 +70,7 @@ def type_hints(target: Any) -> dict[str, Any]:
     try:
         function = target.__init__ if inspect.isclass(target) else target
         return typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError):  # a hint that only its own module's type checker can read
+    except (NameError, TypeError):  # a hint that exists only for a type checker
         return {}
 
 
@@ -77,8 +78,7 @@ def as_type(key: str, value: Any, hint: Any) -> Any:
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
-    except PydanticUserError as error:  # the hint is a class of ours
-        raise ConfigError(f"{key}={shown(value)} is refused: its _target_ is missing") from error
+    except PydanticUserError as error:  # the hint is a class of this project
+        raise ConfigError(invalid(key, value, "expected a node with a _target_")) from error
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(f"{key}={shown(value)} is refused: {problem['msg'].lower()}") from error
+        raise ConfigError(invalid(key, value, expectation(error))) from error

@@ -1,4 +1,4 @@
-"""From command-line overrides to the resolved config of one run, by Hydra."""
+"""Composes command-line overrides into the resolved config of one run, with Hydra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.errors import ConfigError, one_line_errors, shown
+from experiments.config.errors import ConfigError, invalid, one_line_errors
 from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
 from experiments.config.paths import CONF, ROOT, choices_of
 from experiments.config.schema import PARTS, Config, leaves
@@ -31,7 +31,7 @@ from experiments.config.schema import PARTS, Config, leaves
 def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
     """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
     value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
-    return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve wants nodes
+    return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve needs nodes
 
 
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
@@ -48,52 +48,52 @@ OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), r
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """The config of one run, from overrides as typed on the command line of `run.py`.
+    """Return the config of one run, from overrides as typed on the command line of `run.py`.
 
     >>> compose(["experiment=counterexample_stochastic", "optimizer=adam"]).steps
     10000000
     """
     with one_line_errors(), config_source() as loader:
-        words = [parsed(word) for word in overrides]
+        words = [parse_override(word) for word in overrides]
         loader.validate_sweep_overrides_legal(words, RunMode.RUN, from_shell=False)
-        groups = [word for word in words if chooses_a_file(word, loader)]
-        chosen, choices = choose(tuple(str(word.input_line) for word in groups))
-        cfg = copy.deepcopy(chosen)
+        groups = [word for word in words if selects_file(word, loader)]
+        files, choices = merge_files(tuple(str(word.input_line) for word in groups))
+        cfg = copy.deepcopy(files)
         values = [word for word in words if word not in groups]
         loader._apply_overrides_to_config(values, cfg)
         return resolve(cfg, choices)
 
 
-class Files(CachingConfigRepository):
-    """The files of conf/, each of which is parsed once in a process."""
+class CachedFiles(CachingConfigRepository):
+    """The files in conf/, each parsed once per process."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        return copy.deepcopy(super().load_config(config_path))  # Hydra merges into what it is given
+        return copy.deepcopy(super().load_config(config_path))  # Hydra changes what it gets
 
 
-FILES: dict[Path, Files] = {}
+CACHED_FILES: dict[Path, CachedFiles] = {}
 
 
 @cache
-def parsed(word: str) -> Override:
+def parse_override(word: str) -> Override:
     return OverridesParser.create().parse_overrides([word])[0]
 
 
-def chooses_a_file(word: Override, loader: ConfigLoaderImpl) -> bool:
-    """Whether an override names a file of conf/, as optimizer=adam does."""
+def selects_file(word: Override, loader: ConfigLoaderImpl) -> bool:
+    """Whether an override selects a file in conf/, as optimizer=adam does."""
     return loader.repository.group_exists(word.key_or_group) and not isinstance(word.value(), dict)
 
 
 @cache
-def choose(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
-    """What the chosen files say, and which they are.
+def merge_files(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the merged content of the selected files, and the choice of each group.
 
-    Hydra's own `compose` loads its settings of logging and launching each time, which takes
-    eight times as long, and a figure or a status composes hundreds of runs.
+    Hydra's own `compose` also loads its settings for logging and launching, which takes eight times
+    as long; a figure or a status composes hundreds of runs.
     """
     with config_source() as loader:
-        files = FILES.setdefault(CONF, Files(loader.repository))
-        words = [parsed(word) for word in groups]
+        files = CACHED_FILES.setdefault(CONF, CachedFiles(loader.repository))
+        words = [parse_override(word) for word in groups]
         defaults = create_defaults_list(
             files, "config", words, prepend_hydra=False, skip_missing=False
         )
@@ -102,11 +102,17 @@ def choose(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
         return cfg, defaults.overrides.known_choices
 
 
+def file_chosen(group: str, overrides: Sequence[str]) -> tuple[str, DictConfig]:
+    """Which file of a group overrides choose, and the config with it, before values are set."""
+    chosen, choices = merge_files(tuple(word for word in overrides if word.startswith(f"{group}=")))
+    return choices[group], chosen
+
+
 @cache
 def sweep_points(name: str) -> list[list[str]]:
-    """The overrides of every run of `run.py -m sweep=<name>`.
+    """Return the overrides of every run of `run.py -m sweep=<name>`.
 
-    >>> sweep_points("lr")[0]
+    >>> sweep_points("lr_1e-4_to_1e-2")[0]
     ['optimizer.lr=0.0001']
     """
     path = CONF / "sweep" / f"{name}.yaml"
@@ -121,7 +127,7 @@ def sweep_points(name: str) -> list[list[str]]:
 
 
 def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
-    """The overrides of every run: each point with the product of all that the words list.
+    """Return the overrides of every run: each point with the product of the lists in the words.
 
     >>> expand(["seed=0,1"], ["optimizer.n=5 optimizer.m=1", "optimizer.n=9 optimizer.m=2"])[1]
     ['optimizer.n=5', 'optimizer.m=1', 'seed=1']
@@ -133,7 +139,7 @@ def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
 
 @contextmanager
 def config_source() -> Iterator[ConfigLoaderImpl]:
-    """Hydra's loader of conf/, which is already open inside run.py."""
+    """Hydra's loader of conf/; inside run.py it is already initialized."""
     if GlobalHydra.instance().is_initialized():
         yield cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
         return
@@ -142,17 +148,17 @@ def config_source() -> Iterator[ConfigLoaderImpl]:
 
 
 def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
-    """Fill in names and scale, check every type and range; `cfg` is changed."""
+    """Fill in names and scale, and check every type and range. Changes `cfg`."""
     OmegaConf.set_struct(cfg, False)
     if (several := cfg.pop("runs", None)) is not None:
-        raise ConfigError(f"runs={several} is more than one run: it needs run.py -m")
+        raise ConfigError(f"runs={several} is more than one run: use run.py -m runs={several}")
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
     if cfg.scale == "auto":
-        # Published results are the same everywhere, whatever this machine could train.
+        # Published results must not depend on what this machine can train.
         cfg.scale = "paper" if has_gpu() and cfg.records != "published" else cfg.cpu_scale
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
-    refuse_missing(values)
+    check_missing(values)
     values["results"] = folder_of("results", values["results"], ROOT / "results")
     values["published"] = folder_of("published", values["published"], ROOT / "results/published")
     move_parts(values)
@@ -162,62 +168,59 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
 
 
 def move_parts(values: dict[Any, Any]) -> None:
-    """Put the parts of the task where they belong."""
+    """Move the parts of the task from the top level into `task`."""
     for part in PARTS:
         if part not in values:
             continue
         if part in values["task"]:
-            raise ConfigError(f"task.{part} is an unknown key: {part} stands at the top, {part}.…=")
+            raise ConfigError(f"task.{part} is unknown: {part} is a top-level key, set {part}.…=")
         values["task"][part] = values.pop(part)
 
 
-def folder_of(key: str, given: Any, usual: Path) -> Path:
-    """The folder that the user names, relative to the current one; else the usual one."""
+def folder_of(key: str, given: Any, default: Path) -> Path:
+    """The given folder, relative to the current one, or the default."""
     if given is None:
-        return usual
+        return default
     if not str(given).strip():
-        raise ConfigError(f"{key}= is empty: name a folder, or leave it out")
+        raise ConfigError(f"{key}= is empty: expected a folder; drop {key}= to use the default")
     return Path(str(given)).expanduser().absolute()
 
 
-def refuse_missing(values: dict[Any, Any]) -> None:
+def check_missing(values: dict[Any, Any]) -> None:
     missing = sorted(key for key, value in leaves(values).items() if value == "???")
     if missing:
         raise ConfigError(
-            f"{missing[0]} has no value: there is no conf/tuned/{values['experiment']}/"
-            f"{values['optimizer_name']}.yaml that sets it; add that file or pass {missing[0]}=…"
+            f"{missing[0]} has no value: conf/tuned/{values['experiment']}/"
+            f"{values['optimizer_name']}.yaml does not set it; add it there or set {missing[0]}=…"
         )
 
 
-# What every optimizer agrees on, so that the message can name the key and the cure; whatever else
-# an optimizer refuses is reported in its own words.
+# Ranges that all optimizers share, so that the message can name the key; other errors of an
+# optimizer are reported in its own words.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda x: x >= 0, "a number that is 0 or more"),
-    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1)"),
+    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1]"),
     "eps": (lambda x: x >= 0, "a number that is 0 or more"),
     "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
     "n": (lambda x: x >= 1, "a whole number that is 1 or more"),
 }
 
-LARGEST = (
-    1e20  # torch cannot multiply a float32 tensor by what is far above; the rest is for 1/(1−β)
-)
+MAX_NUMBER = 1e20  # torch cannot multiply float32 tensors by much more; the margin is for 1/(1−β)
 
 
 def check_ranges(optimizer: dict[str, Any]) -> None:
     for name, value in optimizer.items():
         parts = value if isinstance(value, list) else [value]
-        if any(isinstance(x, int | float) and not abs(x) <= LARGEST for x in parts):
-            raise ConfigError(
-                f"optimizer.{name}={shown(value)} is refused: give a number up to {LARGEST:g}"
-            )
-    for name, (fits, wanted) in RANGES.items():
+        if any(isinstance(x, int | float) and not abs(x) <= MAX_NUMBER for x in parts):
+            expected = f"expected numbers up to {MAX_NUMBER:g}"
+            raise ConfigError(invalid(f"optimizer.{name}", value, expected))
+    for name, (in_range, expected) in RANGES.items():
         value = optimizer.get(name)
         if value is None:
             continue
         try:
-            good = fits(value)
+            good = in_range(value)
         except TypeError:
             good = False
         if not good:
-            raise ConfigError(f"optimizer.{name}={shown(value)} is refused: give {wanted}")
+            raise ConfigError(invalid(f"optimizer.{name}", value, f"expected {expected}"))

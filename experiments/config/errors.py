@@ -1,4 +1,4 @@
-"""Errors of the user, each in one line: what is wrong, what was expected, how to fix it."""
+"""User errors, each in one line: what is wrong, what was expected, how to fix it."""
 
 from __future__ import annotations
 
@@ -19,61 +19,86 @@ from pydantic import (
 from experiments.config.paths import CONF, choices_of
 from experiments.config.schema import PARTS, Config
 
-LONGEST = 80  # characters of a value in a message
+MAX_VALUE_LENGTH = 80  # characters of a value in a message
 
-GUESSABLE = ("experiment", "optimizer", "tracking")
+# How pydantic's messages start → how ours do; the first that fits is used.
+EXPECTATIONS = {
+    "Input should be greater": "expected a value greater",
+    "Input should be less": "expected a value less",
+    "Input should be": "expected",
+    "String should match pattern": "expected a string that matches",
+}
+
+SUGGESTION_GROUPS = ("experiment", "optimizer", "tracking")
 
 
 class ConfigError(Exception):
-    """A request that cannot be run. The message is one line: the key, what is wrong, the cure."""
+    """A request that cannot be run. The message is one line."""
 
 
 class NotPublishedError(ConfigError):
-    """A product whose runs are not all published, where only published ones may be used."""
+    """A product that needs runs which are not published, when only published runs may be used."""
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what Hydra, OmegaConf and pydantic say into a ConfigError of one line."""
+    """Turn errors of Hydra, OmegaConf and pydantic into a ConfigError of one line."""
     try:
         yield
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        value = shown(problem["input"])
-        if problem["type"] == "extra_forbidden":
-            raise ConfigError(f"{key} is an unknown key; known are {known_keys()}") from error
-        if problem["type"] == "missing":
-            raise ConfigError(f"{key} has no value: give {key}=…") from error
-        raise ConfigError(f"{key}={value} is refused: {problem['msg'].lower()}") from error
+        raise ConfigError(validation_message(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(str(error))) from error
+        raise ConfigError(hydra_message(str(error))) from error
     except MemoryError as error:
-        raise ConfigError(f"memory is not enough: {last_line(error)}") from error
+        raise ConfigError(out_of_memory(error)) from error
     except Exception as error:
         if "Config group override" in str(error):
             raise ConfigError(
-                "experiment, optimizer, scale and tracking cannot be null: name one of their files"
+                "experiment, optimizer, scale and tracking cannot be null: expected the name of a "
+                "file, as in optimizer=adam"
             ) from error
         if isinstance(error, RuntimeError) and "memory" in str(error):  # torch's own
-            raise ConfigError(f"memory is not enough: {last_line(error)}") from error
+            raise ConfigError(out_of_memory(error)) from error
         if not raised_by_hydra(error):
             raise
-        raise ConfigError(f"cannot read the arguments: {last_line(error)}") from error
+        raise ConfigError(f"cannot parse the overrides: {last_line(error)}") from error
+
+
+def validation_message(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"{key} is an unknown key: expected one of {known_keys()}"
+    if problem["type"] == "missing":
+        return f"{key} has no value: set {key}=…"
+    return invalid(key, problem["input"], expectation(error))
+
+
+def expectation(error: ValidationError) -> str:
+    """What pydantic expected, as in 'expected a value greater than 0'."""
+    message = error.errors()[0]["msg"]
+    for start, words in EXPECTATIONS.items():
+        if message.startswith(start):
+            return words + message.removeprefix(start)
+    return message[:1].lower() + message[1:]
+
+
+def out_of_memory(error: BaseException) -> str:
+    return f"out of memory ({last_line(error)}): reduce the sizes of this run"
 
 
 def raised_by_hydra(error: BaseException) -> bool:
-    """Whether it comes from inside of Hydra, which trips over some arguments."""
+    """Whether Hydra's own code raised it; some overrides break Hydra's parser."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
-def explain(text: str) -> str:
-    """One line with the cure for what Hydra spreads over many."""
+def hydra_message(text: str) -> str:
+    """One line, with the fix, for a message of Hydra that has many lines."""
     launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
     if launcher:
-        return "this engine's launcher is not installed: make setup-cluster"
+        return "the launcher of this engine is not installed: run make setup-cluster"
     unknown_choice = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
     if unknown_choice:
         group, choice = unknown_choice.groups()
@@ -82,24 +107,26 @@ def explain(text: str) -> str:
     if unknown_key:
         key = unknown_key.group(1)
         add = f" (+{key}=… adds a key that its class takes)" if "." in key else ""
-        return f"{key} is an unknown key{guess(key)}{add}"
+        return f"{key} is an unknown key{suggestion(key)}{add}"
     line = " ".join(text.split("\n")[0].split())
-    return f"cannot read an argument: {line}" if "override_grammar" in text else line
+    if "override_grammar" in text:
+        return f"cannot parse an override: {line}; check its brackets and quotes"
+    return line
 
 
 def known_keys() -> str:
     return ", ".join(sorted({*Config.model_fields, *PARTS} - {"optimizer_name"}))
 
 
-def guess(key: str) -> str:
-    """A near miss among the names that appear in conf/."""
+def suggestion(key: str) -> str:
+    """The most similar key in conf/, as the end of a message about an unknown key."""
     names = set(Config.model_fields)
-    for path in (p for group in GUESSABLE for p in (CONF / group).glob("*.yaml")):
+    for path in (p for group in SUGGESTION_GROUPS for p in (CONF / group).glob("*.yaml")):
         names.update(re.findall(r"^\s*(?:- )?([A-Za-z]\w*):", path.read_text(), re.MULTILINE))
     if key in names:
         return f" here: +{key}=… adds it"
     near = difflib.get_close_matches(key.split(".")[-1], names, n=1)
-    return f": did you mean {near[0]}?" if near else f"; known at the top are {known_keys()}"
+    return f": did you mean {near[0]}?" if near else f": expected one of {known_keys()}"
 
 
 def last_line(error: BaseException) -> str:
@@ -107,6 +134,10 @@ def last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def shown(value: Any) -> str:
+def invalid(key: str, value: Any, expected: str) -> str:
+    return f"{key}={shortened_value(value)} is invalid: {expected}"
+
+
+def shortened_value(value: Any) -> str:
     text = json.dumps(value, default=str).strip('"')
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"

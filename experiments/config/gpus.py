@@ -1,4 +1,4 @@
-"""How many GPUs and cores this machine has, without importing torch."""
+"""The GPUs and cores of this machine, counted without importing torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import subprocess
 
 
 def has_gpu() -> bool:
-    """Whether a CUDA device is at hand, without importing torch (figures are drawn without it)."""
+    """Whether a CUDA device is available; figures are drawn without torch, so do not import it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and shutil.which("nvidia-smi") is not None
 
 
 def count_gpus() -> int:
-    """Of this process, as CUDA_VISIBLE_DEVICES allows, without importing torch."""
+    """The number of GPUs that CUDA_VISIBLE_DEVICES makes visible to this process."""
     if not has_gpu():
         return 0
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -24,5 +24,5 @@ def count_gpus() -> int:
 
 
 def jobs_at_once(threads: int | None) -> int:
-    """How many runs this machine takes: one for each GPU, else as many as the cores serve."""
+    """The number of runs to train in parallel: one per GPU, else as many as the cores allow."""
     return count_gpus() or max(1, (os.cpu_count() or 1) // (threads or 1))

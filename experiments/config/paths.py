@@ -1,4 +1,4 @@
-"""Where the project and its configuration are."""
+"""Paths of the project and its configuration."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ CONF = ROOT / "conf"
 
 
 def choices_of(group: str) -> list[str]:
+    """The names that `group=` accepts."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

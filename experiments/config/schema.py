@@ -15,18 +15,18 @@ from pydantic import (
     PositiveInt,
 )
 
-# Parts of a task that stand at the top of the config, short to type: data.limit=2000.
+# Parts of a task that are top-level keys of the config, to be short to type: data.limit=2000.
 PARTS = ("data", "model", "trainer")
 
-# What a config node becomes when it is called, and nothing else, makes two runs the same run.
+# Keys that do not change the results of a run: runs that differ only in these are the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "published", "records", "force",
-    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic",
+    "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic", "metrics", "best",
 }  # fmt: skip
 
-# The keys of a node that are not arguments of its class or function. `_version_` is ours: raise it
-# when the code computes other numbers, so that runs of the old code are not taken for new ones.
-FLAGS: dict[str, Any] = {
+# Keys of a node that are not arguments of its class or function. `_version_` is ours: increase it
+# when the code computes different numbers, so that runs of the old code are not reused.
+SPECIAL_KEYS: dict[str, Any] = {
     "_target_": str,
     "_version_": PositiveInt,
     "_partial_": bool,
@@ -36,7 +36,7 @@ FLAGS: dict[str, Any] = {
 
 
 class Tracking(BaseModel):
-    """Where W&B keeps its copy of the record."""
+    """Where W&B stores its copy of the record."""
 
     model_config = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "off"]
@@ -45,32 +45,34 @@ class Tracking(BaseModel):
 
 
 class Config(BaseModel):
-    """One training run, resolved: every number in it is the number that is used."""
+    """The resolved settings of one run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     experiment: str
     optimizer_name: str
     scale: Literal["paper", "laptop", "smoke"]
     cpu_scale: Literal["paper", "laptop"]
-    cpu_threads: PositiveInt | None = None  # what an experiment asks for; `threads` is what it gets
-    steps: PositiveInt | None  # None: what the task says, which counts in epochs
+    cpu_threads: PositiveInt | None = None  # what an experiment requests; `threads` is what it gets
+    metrics: list[str] = []  # what the experiment records, the main one first; * is any text
+    best: Literal["highest", "lowest"] | None = None  # of the main metric; None: neither
+    steps: PositiveInt | None  # None: decided by the epochs of the task
     log_every: PositiveInt | None  # None: every epoch
     schedule: dict[str, Any] | None = None  # a factor of the learning rate; None: 1
     task: dict[str, Any]
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
-    threads: Annotated[int, Field(ge=1, le=256)] | None  # of a CPU; None: all
+    threads: Annotated[int, Field(ge=1, le=256)] | None  # on a CPU; None: all
     tracking: Tracking
     results: Path
     published: Path
     records: Literal["own", "published", "all"]
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
-    deterministic: bool | None = None  # None: on a CPU, where it costs nothing
+    deterministic: bool | None = None  # None: true on a CPU, where it costs nothing
 
     def identity(self) -> dict[str, Any]:
-        """The part of the config that decides what comes out."""
+        """The part of the config that determines the results."""
         values = self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
         return {key: value for key, value in values.items() if value is not None}
 
@@ -80,16 +82,16 @@ class Config(BaseModel):
 
 
 def canonical(node: Any) -> Any:
-    """What two nodes have in common if they describe the same thing.
+    """Return the canonical form of a node: equal for two nodes that describe the same thing.
 
-    A class or function counts by its name and version: a module can move and keep its runs.
-    0 and 0.0 are the same setting.
+    It has the name and version of a class or function, not its module, so that a module can move
+    without changing the identity of its runs. 0 and 0.0 are the same setting.
 
     >>> canonical({"_target_": "torch.optim.Adam", "_partial_": True, "lr": 1})
     {'_target_': 'Adam', '_version_': 1.0, 'lr': 1.0}
     """
     if isinstance(node, dict):
-        settings = {key: canonical(value) for key, value in node.items() if key not in FLAGS}
+        settings = {key: canonical(value) for key, value in node.items() if key not in SPECIAL_KEYS}
         if "_target_" not in node:
             return settings
         name = str(node["_target_"]).rpartition(".")[2]
@@ -102,7 +104,7 @@ def canonical(node: Any) -> Any:
 
 
 def leaves(node: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value."""
+    """Flatten a nested dictionary: dotted key → value."""
     flat: dict[str, Any] = {}
     for key, value in node.items():
         inner = isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""Random generators of a seed, one for each purpose, and the order in which samples are drawn."""
+"""Random generators of a seed, one per purpose, and the order of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PURPOSES = ("initialisation", "order", "noise")
 
 
 def generator(seed: int, purpose: str) -> torch.Generator:
-    """The draws of a seed for one purpose; to change how one is used leaves the others as they are.
+    """Return the generator of a seed for one purpose; purposes do not affect each other.
 
     >>> generator(0, "order").initial_seed() == generator(0, "noise").initial_seed()
     False
@@ -25,14 +25,14 @@ def generator(seed: int, purpose: str) -> torch.Generator:
 class Batches:
     """Row numbers of batches, without end.
 
-    Every epoch is a new permutation; what is left of it when no batch can be filled is dropped.
+    Every epoch is a new permutation; the last incomplete batch is dropped.
     """
 
     def __init__(
         self, count: int, size: int, source: torch.Generator, device: torch.device
     ) -> None:
         if not 1 <= size <= count:
-            raise ValueError(f"batch is {size}; it must be in 1..{count}, the number of samples")
+            raise ValueError(f"batch is {size}; expected 1 to {count}, the number of samples")
         self.count, self.size, self.source, self.device = count, size, source, device
         self.start_epoch()
 
@@ -54,7 +54,7 @@ class Batches:
             yield self.epoch[self.position - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator before this epoch was drawn, and how many batches of it are spent."""
+        """Return the generator's state before this epoch, and the number of batches used since."""
         return {"generator": self.before.clone(), "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

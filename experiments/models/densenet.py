@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from experiments.models.layers import conv, glorot, he, initialise
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
-Part = Callable[[int, int, int], nn.Module]  # channels in, channels out, kernel
+MakeLayer = Callable[[int, int, int], nn.Module]  # channels in, channels out, kernel
 
 
 class DenseNet(nn.Module):
-    """Blocks of layers that see all that the layers before them in the block gave.
+    """Blocks of layers; each layer sees the outputs of all earlier layers of its block.
 
-    The stem has 2 × growth filters and each layer adds `growth` channels, with `bottleneck` by way
-    of 4 × growth. A transition between two blocks halves the image; it leaves the same width, half
-    of it, or `growth` channels. Dropout follows every convolution but the stem. `init` is for the
-    convolutions; the last layer starts by Glorot. `norm_momentum` is 1 − TensorFlow's decay.
+    The stem has 2 × growth filters and each layer adds `growth` channels, with `bottleneck` through
+    4 × growth. A transition between two blocks halves the image; it keeps the width, halves it, or
+    reduces it to `growth` channels. Dropout follows every convolution except the stem. `init` is
+    for convolutions; the last layer uses Glorot. `norm_momentum` is 1 − TensorFlow's decay.
 
     | network | growth | blocks | bottleneck | transition | stem | parameters |
     |---|---|---|---|---|---|---|
@@ -30,7 +30,7 @@ class DenseNet(nn.Module):
     | released, Tiny-ImageNet | 12 | 8, 8, 8 | no | same | 3×3 | 553,280 |
     | DenseNet-BC-100, Huang et al. 2017 | 12 | 16, 16, 16 | yes | half | 3×3 | 769,162 |
 
-    The paper speaks of a 100-layer DenseNet on CIFAR-10: that is the last line.
+    The paper calls its network on CIFAR-10 a 100-layer DenseNet, which usually means the last row.
     """
 
     def __init__(
@@ -71,9 +71,11 @@ class DenseNet(nn.Module):
 
 
 class DenseBlock(nn.ModuleList):
-    """x ↦ x, layer₁(x), layer₂(x, layer₁(x)) … side by side."""
+    """x ↦ x, layer₁(x), layer₂(x, layer₁(x)) …, concatenated."""
 
-    def __init__(self, part: Part, width: int, growth: int, count: int, bottleneck: bool) -> None:
+    def __init__(
+        self, part: MakeLayer, width: int, growth: int, count: int, bottleneck: bool
+    ) -> None:
         make = bottleneck_layer if bottleneck else plain_layer
         super().__init__(make(part, width + i * growth, growth) for i in range(count))
 
@@ -83,18 +85,18 @@ class DenseBlock(nn.ModuleList):
         return x
 
 
-def plain_layer(part: Part, width: int, growth: int) -> nn.Module:
+def plain_layer(part: MakeLayer, width: int, growth: int) -> nn.Module:
     return part(width, growth, 3)
 
 
-def bottleneck_layer(part: Part, width: int, growth: int) -> nn.Module:
+def bottleneck_layer(part: MakeLayer, width: int, growth: int) -> nn.Module:
     return nn.Sequential(part(width, 4 * growth, 1), part(4 * growth, growth, 3))
 
 
 def norm_relu_conv(
     narrow: int, wide: int, kernel: int, norm: Callable[[int], nn.Module], dropout: float
 ) -> nn.Sequential:
-    """What layers and transitions are made of."""
+    """Return the unit of which layers and transitions consist."""
     return nn.Sequential(
         norm(narrow), nn.ReLU(inplace=True), conv(narrow, wide, kernel), nn.Dropout(dropout)
     )

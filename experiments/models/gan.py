@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-GAIN = 1.414  # of a ReLU, which takes half of the second moment
-RAW_STD = 0.01  # of the weights that are trained
+GAIN = 1.414  # makes up for ReLU, which halves the second moment
+RAW_STD = 0.01  # of the trained weights, before scaling
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Both networks: `layers` residual layers of `width` channels at each of so many `sizes`.
+    """Both networks: `layers` residual layers of `width` channels at each of `sizes` image sizes.
 
-    The released ones have width 128, 2 layers, 4 sizes (32, 16, 8 and 4 pixels) and 100 numbers of
-    noise: 1,629,057 parameters in the critic and 1,833,731 in the generator. No normalisation.
+    The released ones have width 128, 2 layers, 4 sizes (32, 16, 8 and 4 pixels) and noise of 100
+    dimensions: 1,629,057 parameters in the critic, 1,833,731 in the generator, no normalization.
     """
 
     width: PositiveInt
@@ -28,7 +28,7 @@ class Networks:
     noise: PositiveInt
 
     def pair(self, size: int, channels: int = 3) -> Pair:
-        """The networks for images of `size` pixels on each side."""
+        """Return the networks for images of `size` × `size` pixels."""
         return Pair(self.critic(size, channels), self.generator(size, channels))
 
     def critic(self, size: int, channels: int = 3) -> Critic:
@@ -37,7 +37,7 @@ class Networks:
 
     def generator(self, size: int, channels: int = 3) -> Generator:
         start = Start(self.noise, self.width, self.smallest(size))
-        # The released last layer is a transposed convolution: at stride 1 the same, mirrored.
+        # The released last layer is a transposed convolution; at stride 1 they are equivalent.
         return Generator(start, *self.body(Up), Conv(self.width, channels))
 
     def smallest(self, size: int) -> int:
@@ -49,7 +49,7 @@ class Networks:
         return size // halved
 
     def body(self, change: type[Conv]) -> Iterator[Conv]:
-        """The residual layers of each size, and what leads from one size to the next."""
+        """Yield the residual layers of each size, with a `change` between two sizes."""
         for number in range(self.sizes):
             if number:
                 yield change(self.width, self.width)
@@ -57,9 +57,9 @@ class Networks:
 
 
 class Conv(nn.Conv2d):
-    """3 × 3, with weights that are scaled to variance gain² / fan-in where they are used.
+    """3 × 3 convolution with weights scaled to variance gain² / fan-in in the forward pass.
 
-    What is trained are the raw ones, so a learning rate is worth `scale` times as much.
+    The unscaled weights are trained, so the effective learning rate is `scale` times as large.
     """
 
     def __init__(self, narrow: int, wide: int, gain: float = 1.0) -> None:
@@ -70,7 +70,7 @@ class Conv(nn.Conv2d):
         return F.conv2d(x, self.weight * self.scale, self.bias, padding=1)
 
     def back(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient at the input x, from that at the output."""
+        """Return the gradient at the input x, from the gradient at the output."""
         return F.conv_transpose2d(gradient, self.weight * self.scale, padding=1)
 
 
@@ -98,14 +98,14 @@ class Down(Conv):
 
 
 class Up(Conv):
-    """conv(every pixel four times)."""
+    """conv(nearest-neighbour upsampling by 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.interpolate(x, scale_factor=2))
 
 
 class Linear(nn.Linear):
-    """The same scaling as in a convolution."""
+    """A linear layer with the same scaling of weights as the convolutions."""
 
     def __init__(self, wide: int, narrow: int) -> None:
         super().__init__(wide, narrow)
@@ -116,7 +116,7 @@ class Linear(nn.Linear):
 
 
 class Start(Linear):
-    """From noise to the smallest image."""
+    """Maps noise to the smallest image."""
 
     def __init__(self, noise: int, width: int, size: int) -> None:
         super().__init__(noise, width * size**2)
@@ -127,7 +127,7 @@ class Start(Linear):
 
 
 class Score(Linear):
-    """From the smallest image to a number."""
+    """Maps the smallest image to a number."""
 
     def __init__(self, wide: int) -> None:
         super().__init__(wide, 1)
@@ -140,18 +140,18 @@ class Score(Linear):
 
 
 class Critic(nn.Sequential):
-    """A number for each image."""
+    """Maps each image to a number."""
 
     def __init__(self, *layers: Conv | Score) -> None:
         super().__init__(*layers)
         self.layers = layers
 
     def gradient(self, images: Tensor) -> Tensor:
-        """∂D/∂images, itself a function of the weights that can be differentiated.
+        """Return ∂D/∂images, differentiable with respect to the weights.
 
-        Autograd can do it too, by differentiating twice. But a ReLU has no second derivative: which
-        of its inputs are positive is constant, and the gradient is a linear network, the same one
-        backwards. Its backward pass is an ordinary one, and takes half of the time.
+        Autograd could do it by differentiating twice. But ReLU has no second derivative: the mask
+        of positive inputs is constant, so the gradient is a linear network, the same one backwards.
+        An ordinary backward pass through it takes half the time.
         """
         inputs, x = [], images
         with torch.no_grad():
@@ -165,7 +165,7 @@ class Critic(nn.Sequential):
 
 
 class Generator(nn.Sequential):
-    """Images from noise on the unit sphere; no bound is set to their values."""
+    """Maps noise on the unit sphere to images with unbounded values."""
 
 
 class Pair(nn.Module):
@@ -175,7 +175,7 @@ class Pair(nn.Module):
 
 
 def equalised(layer: Conv | Linear, gain: float) -> float:
-    """Draw the raw weights and return what they are to be multiplied by."""
+    """Initialize the unscaled weights and return their scale."""
     nn.init.uniform_(layer.weight, -(3**0.5) * RAW_STD, 3**0.5 * RAW_STD)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

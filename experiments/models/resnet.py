@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from experiments.models.layers import conv, he, initialise
 
 
-class Block(nn.Module):
-    """x + conv(BN-ReLU(conv(BN-ReLU(x)))). With a stride, the first x is convolved 1×1."""
+class PreActBlock(nn.Module):
+    """x + conv(BN-ReLU(conv(BN-ReLU(x)))); with a stride, x is replaced by a 1×1 convolution."""
 
     def __init__(self, narrow: int, wide: int, stride: int) -> None:
         super().__init__()
@@ -53,5 +53,5 @@ class PreActResNet(nn.Module):
 
 
 def stage(narrow: int, wide: int, count: int, stride: int) -> nn.Sequential:
-    rest = [Block(wide, wide, stride=1) for _ in range(count - 1)]
-    return nn.Sequential(Block(narrow, wide, stride), *rest)
+    rest = [PreActBlock(wide, wide, stride=1) for _ in range(count - 1)]
+    return nn.Sequential(PreActBlock(narrow, wide, stride), *rest)

@@ -1,4 +1,4 @@
-"""The translator of Section 5.5: LSTMs with attention, as in the tutorial that the paper cites."""
+"""The translator of Section 5.5: LSTMs with attention, as in the tutorial cited by the paper."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 
 class Memory(NamedTuple):
-    """What the decoder looks at, prepared once a sentence."""
+    """What the decoder attends to, computed once per sentence."""
 
     keys: Tensor  # sentences × units × length
-    values: Tensor  # sentences × length × units: as they enter the attention layer
-    mask: Tensor  # sentences × 1 × length: −∞ behind the end, else 0
+    values: Tensor  # sentences × length × units: inputs of the attention layer
+    mask: Tensor  # sentences × 1 × length: −∞ after the end, else 0
 
 
-class State(NamedTuple):
-    """What the decoder knows after a word, sentences × beams × units; beams share their memory."""
+class DecoderState(NamedTuple):
+    """The decoder after a word, sentences × beams × units; beams share their memory."""
 
     bottom: tuple[Tensor, Tensor]  # hidden and cell
     top: tuple[Tensor, Tensor]
-    attention: Tensor  # fed in with the next word
+    attention: Tensor  # an input of the next step
     memory: Memory
 
-    def select(self, sentences: Tensor, beams: Tensor) -> State:
-        """These sentences, and of each of them these beams (sentences × beams)."""
+    def select(self, sentences: Tensor, beams: Tensor) -> DecoderState:
+        """Return these sentences, with these beams of each (sentences × beams)."""
         rows = sentences[:, None]
         bottom, top = ((h[rows, beams], c[rows, beams]) for h, c in (self.bottom, self.top))
         memory = Memory(*(x[sentences] for x in self.memory))
-        return State(bottom, top, self.attention[rows, beams], memory)
+        return DecoderState(bottom, top, self.attention[rows, beams], memory)
 
 
 class Cell(nn.Module):
-    """An LSTM whose gates share one matrix and one bias, as in TF: each a block of AdaShift's."""
+    """An LSTM whose gates share one matrix and one bias, as in TF: two blocks for AdaShift's φ."""
 
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
@@ -44,27 +44,27 @@ class Cell(nn.Module):
         self.kernel = nn.Parameter(torch.empty(4 * units, inputs + units))
         self.bias = nn.Parameter(torch.zeros(4 * units))
         with torch.no_grad():
-            self.bias[units : 2 * units] = 1  # TF adds it to the forget gate in every step
+            self.bias[units : 2 * units] = 1  # TF adds 1 to the forget gate in every step
 
     def parts(self) -> list[Tensor]:
-        """In the form that torch has for whole sequences, where the bias is a sum of two."""
+        """Return the parameters in the form of torch.lstm, which adds two biases."""
         before, behind = self.kernel[:, : self.inputs], self.kernel[:, self.inputs :]
         return [before, behind, self.bias, torch.zeros_like(self.bias)]
 
 
-def act(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden and cell from the sums that enter the gates."""
+def lstm_gates(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden and cell state from the inputs of the gates."""
     i, f, g, o = gates.chunk(4, -1)
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
     return o.sigmoid() * cell.tanh(), cell
 
 
 class Translator(nn.Module):
-    """A bidirectional layer reads, two layers write; scaled Luong attention, fed in with a word.
+    """A bidirectional encoder, a decoder of two layers, scaled Luong attention with input feeding.
 
-    The states of both directions start the two layers that write. Dropout is on what enters an
-    LSTM. With `tanh`, attention is tanh(W[h; c]), as in the tutorial's equations; without, W[h; c],
-    as in the code of TF that it calls.
+    The final states of the two directions initialize the two decoder layers. Dropout is applied to
+    the inputs of an LSTM. With `tanh`, attention is tanh(W[h; c]), as in the tutorial's equations;
+    without, W[h; c], as in the TF code that it calls.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Translator(nn.Module):
                 nn.init.uniform_(parameter, -init, init)
 
     def forward(self, source: Tensor, lengths: Tensor, words: Tensor) -> Tensor:
-        """The attention vectors (time × sentences × units) from which the next words are told.
+        """Return the attention vectors (time × sentences × units) that predict the next words.
 
-        All words of the translations are given (sentences × time, teacher forcing).
+        `words` are all words of the translations (sentences × time, teacher forcing).
         """
         state = self.encode(source, lengths)
         recurrent, vectors = self.recurrent(), list[Tensor]()
@@ -103,13 +103,13 @@ class Translator(nn.Module):
             vectors.append(state.attention)
         return torch.stack(vectors).squeeze(2)
 
-    def advance(self, words: Tensor, state: State) -> tuple[Tensor, State]:
-        """Log-probabilities of the next words, and the state, after one word of each beam."""
+    def advance(self, words: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Return log-probabilities of the next words and the state, after one word of each beam."""
         state = self.step(self.enter(words), state, self.recurrent())
         return self.output(state.attention).log_softmax(-1), state
 
-    def encode(self, source: Tensor, lengths: Tensor) -> State:
-        """Read sentences (sentences × length) of which `lengths` words count, at least one."""
+    def encode(self, source: Tensor, lengths: Tensor) -> DecoderState:
+        """Encode padded sentences (sentences × length) with `lengths` words each, at least one."""
         words = self.dropout(self.source(source.t()))
         packed = pack_padded_sequence(words, lengths, enforce_sorted=False)
         count = len(lengths)
@@ -127,7 +127,7 @@ class Translator(nn.Module):
         )
         read, _ = pad_packed_sequence(PackedSequence(outputs, *packed[1:]), batch_first=True)
         hidden, cell = (x[:, packed.unsorted_indices, None] for x in (hidden, cell))
-        return State(
+        return DecoderState(
             bottom=(hidden[0], cell[0]),
             top=(hidden[1], cell[1]),
             attention=words.new_zeros(count, 1, self.units),
@@ -138,28 +138,30 @@ class Translator(nn.Module):
         places = torch.arange(read.shape[1], device=read.device)
         mask = torch.zeros(len(lengths), 1, len(places), device=read.device)
         mask.masked_fill_(places >= lengths[:, None, None], -torch.inf)
-        # W[h; c] is W_h h + W_c c, and c is a mean: W_c comes before the mean, once a sentence.
+        # W[h; c] is W_h h + W_c c, and c is a mean: apply W_c before the mean, once per sentence.
         values = F.linear(read, self.attention.weight[:, self.units :])
         return Memory((self.scale * self.keys(read)).transpose(1, 2), values, mask)
 
     def enter(self, words: Tensor) -> Tensor:
-        """What words add to the gates of the lower layer: all of them at once."""
+        """Return what words contribute to the gates of the lower layer, for all words at once."""
         cell = self.bottom
         return F.linear(self.dropout(self.target(words)), cell.kernel[:, : self.units], cell.bias)
 
     def recurrent(self) -> tuple[Tensor, Tensor]:
-        """Parts of matrices, cut out once for all steps: of the lower layer, of attention."""
+        """Return slices of the lower layer's and attention's matrices, once for all steps."""
         return self.bottom.kernel[:, self.units :], self.attention.weight[:, : self.units]
 
-    def step(self, inputs: Tensor, state: State, recurrent: tuple[Tensor, Tensor]) -> State:
+    def step(
+        self, inputs: Tensor, state: DecoderState, recurrent: tuple[Tensor, Tensor]
+    ) -> DecoderState:
         bottom, attention = recurrent
         (hidden, cell), (upper, upper_cell) = state.bottom, state.top
         fed = torch.cat([self.dropout(state.attention), hidden], -1)
-        hidden, cell = act(inputs + F.linear(fed, bottom), cell)
+        hidden, cell = lstm_gates(inputs + F.linear(fed, bottom), cell)
         fed = torch.cat([self.dropout(hidden), upper], -1)
-        upper, upper_cell = act(F.linear(fed, self.top.kernel, self.top.bias), upper_cell)
+        upper, upper_cell = lstm_gates(F.linear(fed, self.top.kernel, self.top.bias), upper_cell)
         keys, values, mask = state.memory
         weights = torch.baddbmm(mask, upper, keys).softmax(-1)
         vector = torch.baddbmm(F.linear(upper, attention), weights, values)
         vector = vector.tanh() if self.tanh else vector
-        return State((hidden, cell), (upper, upper_cell), vector, state.memory)
+        return DecoderState((hidden, cell), (upper, upper_cell), vector, state.memory)

@@ -1,6 +1,6 @@
-"""What is made from records: figures, tables, verdicts, the report.
+"""Products of records: figures, tables, verdicts, the report.
 
-Belongs here: specs, drawing, judging, the report page, publishing. Must not: import torch, tasks or
-the training loop, except that `make` and `verify` ask training to run what is missing. So a figure
-can be redrawn anywhere.
+Belongs here: specs, drawing, judging, the report page, publishing. Does not belong here: torch,
+tasks and the training loop, so that a figure can be redrawn anywhere; only `make` and `verify`
+call training, for missing runs.
 """

@@ -1,13 +1,13 @@
 """Draws any figure spec: png and pdf, and the plotted numbers as csv.
 
-The code knows no figure number. What a figure shows stands in conf/figure, what an optimizer
-looks like in conf/figure/_style.yaml.
+The code does not depend on the figure: conf/figure says what is shown, conf/figure/_style.yaml
+how an optimizer looks.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import hydra.utils
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -24,10 +23,11 @@ from matplotlib.colors import CenteredNorm, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from experiments.products.specs import Spec
+from experiments.products.schema import CurvesPanel, HeatmapPanel, Panel, Spec
 from experiments.products.style import Look, label_of, looks_of
 from experiments.records.files import write_if_changed
-from experiments.records.run import Run
+from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 plt.rcParams.update(
     {
@@ -43,14 +43,17 @@ plt.rcParams.update(
 )
 
 
+DrawFunction = Callable[[Axes, Sequence["RunGroup"], Any], pd.DataFrame]  # Any: its own panel
+
+
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The finished runs behind one name of a spec, one per seed."""
 
     name: str
     label: str
     runs: Sequence[Run]
-    look: Look | None = None  # None: that of its optimizer where nothing else is in the panel
+    look: Look | None = None  # None: that of its optimizer
 
     @property
     def optimizer(self) -> str:
@@ -62,20 +65,22 @@ class Group:
         return {"color": look.color, "linestyle": (0, look.dashes) if look.dashes else "-"}
 
     def table(self, metric: str) -> pd.DataFrame:
-        """Step × seed; a run that diverged ends early."""
-        columns = {r.config.seed: values_of(r, metric) for r in self.runs}
+        """A row for each step, a column for each seed; a run that diverged ends early."""
+        columns = {r.config.seed: metric_series(r, metric) for r in self.runs}
         return pd.DataFrame(columns)
 
 
-def values_of(run: Run, metric: str) -> pd.Series:
-    """Step → value; a run that diverged may have been too spoilt to be judged even once."""
+def metric_series(run: Run, metric: str) -> pd.Series:
+    """Step → value; all NaN for a run that diverged before its first evaluation."""
     metrics = run.metrics().set_index("step")
-    if run.status == "diverged" and metric not in metrics:
+    if run.status == Status.DIVERGED and metric not in metrics:
         return pd.Series(np.nan, index=metrics.index)
     return metrics[metric]
 
 
-def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
+def draw_figure(
+    spec: Spec, groups: Groups, stem: Path, functions: Mapping[str, DrawFunction] | None = None
+) -> bool:
     """Write stem.png, stem.pdf and stem.csv; return whether one of them is new or has changed."""
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
@@ -84,85 +89,63 @@ def draw(spec: Spec, groups: Mapping[str, Sequence[Run]], stem: Path) -> bool:
     )
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
-        letter = panel["title"].split()[0].strip("()")
-        data = draw_panel(ax, dict(panel), groups)
-        numbers.append(data.assign(panel=letter)[["panel", *data.columns.drop("panel", "ignore")]])
+        data = draw_panel(ax, panel, groups, (functions or FUNCTIONS)[panel.draw])
+        columns_after = data.columns.drop("panel", "ignore")
+        numbers.append(data.assign(panel=panel.letter)[["panel", *columns_after]])
     for ax in axes.flat[len(spec.panels) :]:
         ax.remove()
     finish(figure, spec, groups)
     table = pd.concat(numbers).to_csv(index=False, float_format="%.10g")
     files = {".png": rendered(figure, "png", dpi=160), ".csv": table.encode()}
-    figure.set_layout_engine("none")  # the places are found, which takes longer than to draw
+    figure.set_layout_engine("none")  # the layout is known; computing it takes longer than drawing
     files[".pdf"] = rendered(figure, "pdf", metadata={"CreationDate": None})
     plt.close(figure)
     return any([write_if_changed(stem.with_suffix(end), new) for end, new in files.items()])
 
 
 def rendered(figure: Figure, form: str, **options: Any) -> bytes:
-    """Without a date: equal runs give equal files."""
+    """The content of the file, without a date: equal runs give equal files."""
     file = io.BytesIO()
     figure.savefig(file, format=form, **options)
     return file.getvalue()
 
 
-def draw_panel(
-    ax: Axes, panel: dict[str, Any], groups: Mapping[str, Sequence[Run]]
-) -> pd.DataFrame:
-    title, target, names = panel.pop("title"), panel.pop("draw"), panel.pop("runs")
-    ax.set_title(title, fontsize=10)
-    ax.set(**panel.pop("axes", {}))
-    members = [named(name, label, groups) for name, label in labels(names).items()]
-    data = hydra.utils.get_method(target)(ax, shaded(members), **panel)
-    assert isinstance(data, pd.DataFrame)
-    return data
+def draw_panel(ax: Axes, panel: Panel, groups: Groups, function: DrawFunction) -> pd.DataFrame:
+    ax.set_title(panel.title, fontsize=10)
+    ax.set(**panel.axes.model_dump(exclude_unset=True))
+    members = [run_group(name, label, groups) for name, label in panel.runs.items()]
+    return function(ax, shaded(members), panel)
 
 
-def labels(names: Any) -> dict[str, str | None]:
-    """`[adam, amsgrad]` or `{adam: a label of its own}`."""
-    return dict(names) if isinstance(names, dict) else dict.fromkeys(names)
-
-
-def named(name: str, label: str | None, groups: Mapping[str, Sequence[Run]]) -> Group:
+def run_group(name: str, label: str | None, groups: Groups) -> RunGroup:
     runs = groups[name]
-    return Group(name, label or label_of(runs[0].config.optimizer_name), runs)
+    return RunGroup(name, label or label_of(runs[0].config.optimizer_name), runs)
 
 
-def shaded(members: Sequence[Group]) -> list[Group]:
+def shaded(members: Sequence[RunGroup]) -> list[RunGroup]:
     """Curves of one optimizer share its colour and differ in their shade and dashes."""
     looks = looks_of([group.optimizer for group in members])
     return [replace(group, look=look) for group, look in zip(members, looks, strict=True)]
 
 
-def curves(
-    ax: Axes,
-    groups: Sequence[Group],
-    metric: str,
-    legend: Any = "best",
-    smooth: int = 1,
-    orders: bool = False,
-) -> pd.DataFrame:
-    """Mean over the seeds, with a band of one standard deviation; an × where runs diverged.
-
-    With `smooth`, each run is first averaged over so many records, and the mean as it was recorded
-    stands faint behind. With `orders`, means and bands are those of log10 of the metric: of seeds
-    that are orders of magnitude apart a mean would show the worst alone.
-    """
-    table = pd.concat([numbers_of(group, metric, smooth, orders) for group in groups])
+def curves(ax: Axes, groups: Sequence[RunGroup], panel: CurvesPanel) -> pd.DataFrame:
+    smooth, orders = panel.smooth, panel.orders
+    table = pd.concat([numbers_of(group, panel.metric, smooth, orders) for group in groups])
     for group in groups:
         part = table[table["curve"] == group.label].set_index("step")
         draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    ax.legend(loc=legend, fontsize=8)
+    ax.legend(loc=panel.legend, fontsize=8)
     return table
 
 
 def prefix_of(smooth: int, orders: bool) -> str:
-    """Of the columns that a curve is drawn from."""
+    """The prefix of the columns that a curve is drawn from."""
     return ("log10_" if orders else "") + ("smooth_" if smooth > 1 else "")
 
 
-def draw_curve(ax: Axes, part: pd.DataFrame, group: Group, prefix: str, orders: bool) -> None:
+def draw_curve(ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, orders: bool) -> None:
     def shown(values: pd.Series) -> pd.Series:
         return 10.0**values if orders else values
 
@@ -179,7 +162,7 @@ def draw_curve(ax: Axes, part: pd.DataFrame, group: Group, prefix: str, orders: 
 
 
 def mark_end(ax: Axes, step: int, value: float, color: Any) -> None:
-    """An × at the last number of a run that diverged, at the upper edge if it never had one."""
+    """Draw an × at the last finite value of a run that diverged, or at the upper edge."""
     look = {"marker": "x", "ms": 8, "mew": 2, "color": color}
     if np.isfinite(value):
         ax.plot([step], [value], **look)
@@ -188,14 +171,14 @@ def mark_end(ax: Axes, step: int, value: float, color: Any) -> None:
 
 
 def crosses(part: pd.DataFrame) -> list[tuple[int, list[float]]]:
-    """Where runs of a curve diverged, at which values."""
+    """The steps at which runs of a curve diverged, and their last values."""
     ended = part["diverged"].dropna() if "diverged" in part else pd.Series(dtype=str)
     return [(step, [float(v) for v in str(text).split()]) for step, text in ended.items()]
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
-def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
-    """What is drawn of one curve: a row for each step."""
+def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.DataFrame:
+    """The numbers of one curve, a row for each step."""
     raw = np.log10(group.table(metric)) if orders else group.table(metric)
     table = box_mean(raw, smooth)
     numbers = over_seeds(raw)
@@ -205,7 +188,7 @@ def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataF
         numbers = numbers.rename(columns=lambda name: name if name == "n" else f"log10_{name}")
     ends: dict[int, list[str]] = {}
     for run in group.runs:
-        if run.status == "diverged":
+        if run.status == Status.DIVERGED:
             step, value = last_number(table[run.config.seed])
             ends.setdefault(step, []).append(f"{10.0**value if orders else value:.10g}")
     if ends:
@@ -215,14 +198,14 @@ def numbers_of(group: Group, metric: str, smooth: int, orders: bool) -> pd.DataF
 
 
 def last_number(values: pd.Series) -> tuple[int, float]:
-    """Step and value; ∞ at the first step if there is none (a csv would lose NaN)."""
+    """The last step and finite value; ∞ at the first step if there is none (a csv loses NaN)."""
     known = values[np.isfinite(values)]
     return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.inf)
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """Mean, standard deviation and number of runs at each step."""
-    # Where a run has ended early the mean of the others would be flattery: the line ends.
+    # The line ends where a run ended early: the mean of the others would be biased.
     return pd.DataFrame(
         {
             "mean": table.mean(axis=1, skipna=False),
@@ -233,57 +216,43 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def box_mean(table: pd.DataFrame, width: int) -> pd.DataFrame:
-    """Mean of `width` records around each; fewer at the ends, none where a run has ended."""
+    """Centred moving average over `width` records, fewer at the ends; NaN after a run has ended."""
     means = table.rolling(width, center=True, min_periods=1).mean()
     return means.where(table.notna())
 
 
-def heatmap(
-    ax: Axes,
-    groups: Sequence[Group],
-    metric: str,
-    contours: str | None = None,
-    contour_label: str = "",
-    contour_levels: Sequence[float] | None = None,
-    where: str | None = None,
-    where_label: str = "",
-    centered: bool = False,
-    middle: str = "mean",
-) -> pd.DataFrame:
-    """A metric over β1 (x) and β2 (y), the `middle` (mean or median) over the seeds.
-
-    `contours` names a second metric, drawn as lines over the first; cells in which the metric
-    `where` is 0 are grey; `centered` makes 0 the middle of the colours and draws its line.
-    """
+def heatmap(ax: Axes, groups: Sequence[RunGroup], panel: HeatmapPanel) -> pd.DataFrame:
     (group,) = groups
-    wanted = [name for name in (metric, contours, where) if name]
+    wanted = [name for name in (panel.metric, panel.contours, panel.where) if name]
     cells = pd.concat([run.metrics() for run in group.runs])
-    table = cells.groupby(["beta2", "beta1"])[wanted].agg(middle).reset_index()
-    x, y, z = grid_of(table, metric)
-    if where:
-        z = np.ma.masked_where(grid_of(table, where)[2] < 0.5, z)
+    table = cells.groupby(["beta2", "beta1"])[wanted].agg(panel.middle).reset_index()
+    x, y, z = grid_of(table, panel.metric)
+    if panel.where:
+        z = np.ma.masked_where(grid_of(table, panel.where)[2] < 0.5, z)
     limit = np.abs(z).max()
-    look = CenteredNorm(halfrange=limit) if centered else LogNorm(z.min(), z.max())
-    colors = "RdBu_r" if centered else "viridis"
+    look = CenteredNorm(halfrange=limit) if panel.centered else LogNorm(z.min(), z.max())
+    colors = "RdBu_r" if panel.centered else "viridis"
     image = ax.pcolormesh(x, y, z, norm=look, cmap=colors, shading="nearest", rasterized=True)
     ax.grid(False)
     ax.set_facecolor("0.7")
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
-    if not centered:
+    if not panel.centered:
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         bar.ax.yaxis.set_major_formatter(ScalarFormatter())
         bar.ax.yaxis.set_minor_locator(NullLocator())
-    if centered:
+    if panel.centered:
         ax.contour(x, y, z, levels=[0], colors="black", linewidths=1)
         ax.plot([], [], color="black", lw=1, label="0")
-    if contours:
-        lines = ax.contour(x, y, grid_of(table, contours)[2], contour_levels, colors="white")
+    if panel.contours:
+        lines = ax.contour(
+            x, y, grid_of(table, panel.contours)[2], panel.contour_levels, colors="white"
+        )
         lines.set_linewidth(1)
         ax.clabel(lines, fontsize=7, fmt="%g")
-        ax.plot([], [], color="white", lw=1, label=contour_label)
-    if where:
-        ax.fill_between([], [], color="0.7", label=where_label)
-    if centered or contours or where:
+        ax.plot([], [], color="white", lw=1, label=panel.contour_label)
+    if panel.where:
+        ax.fill_between([], [], color="0.7", label=panel.where_label)
+    if panel.centered or panel.contours or panel.where:
         ax.legend(loc="lower left", fontsize=7, facecolor="0.35", labelcolor="white", frameon=True)
     return table.assign(n=len(group.runs))
 
@@ -293,8 +262,11 @@ def grid_of(table: pd.DataFrame, metric: str) -> tuple[Any, Any, Any]:
     return grid.columns.to_numpy(), grid.index.to_numpy(), grid.to_numpy()
 
 
-def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> None:
-    """Title, and on the face of the figure: scale, seeds, and what a careful reader asks."""
+FUNCTIONS: dict[str, DrawFunction] = {"curves": curves, "heatmap": heatmap}
+
+
+def finish(figure: Figure, spec: Spec, groups: Groups) -> None:
+    """Add the title, and below the panels the scale, the number of seeds and the note."""
     scale = scale_of(groups)
     figure.suptitle(spec.title, fontsize=11)
     seeds = f"{spec.seeds} seed{'s' if spec.seeds > 1 else ''}"
@@ -306,6 +278,6 @@ def finish(figure: Figure, spec: Spec, groups: Mapping[str, Sequence[Run]]) -> N
         )
 
 
-def scale_of(groups: Mapping[str, Sequence[Run]]) -> str:
+def scale_of(groups: Groups) -> str:
     scales = sorted({run.config.scale for runs in groups.values() for run in runs})
     return " and ".join(scales)

@@ -14,7 +14,8 @@ from pathlib import Path
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.config.schema import Config
 from experiments.products.claims import judge_spec, read_verdicts, write_verdicts
-from experiments.products.specs import Spec, everything, figures_using, load_spec
+from experiments.products.schema import Spec
+from experiments.products.specs import everything, figures_using, load_spec
 from experiments.records import agreement, index
 from experiments.records.files import locked
 from experiments.records.run import Groups, Run, all_runs
@@ -28,9 +29,9 @@ def make(kind: str, name: str, overrides: Sequence[str]) -> None:
     spec = load_spec(kind, name)
     groups = groups_of(spec, overrides)
     train_missing(groups, f"{kind} {name}")
-    if said := write(kind, name, spec, groups):
+    if said := write_product(kind, name, spec, groups):
         print(said)
-    show(judge(spec, groups))
+    show(update_verdicts(spec, groups))
     keep_index(f"{kind}-{name}", groups)
     if line := agreement.summary(all_runs(groups)):
         print(line)
@@ -74,30 +75,31 @@ def train_missing(groups: Groups, title: str) -> None:
         execute_all(runs, title, figures_using)
 
 
-def write(kind: str, name: str, spec: Spec, groups: Groups) -> str:
+def write_product(kind: str, name: str, spec: Spec, groups: Groups) -> str:
     """Write the files of a product; return what to say of them."""
     if kind == "table":
-        return write_table(name, spec, groups)
-    return write_figure(f"figure-{name}", spec, groups) if kind == "figure" else ""
+        return write_table_files(name, spec, groups)
+    return write_figure_files(f"figure-{name}", spec, groups) if kind == "figure" else ""
 
 
-def write_figure(name: str, spec: Spec, groups: Groups) -> str:
-    from experiments.products.figures import draw
+def write_figure_files(name: str, spec: Spec, groups: Groups) -> str:
+    from experiments.products.figures import draw_figure
 
     stem, config = place(groups, f"figures/{name}"), config_of(groups)
     count = len(all_runs(groups))
-    if not draw(spec, groups, stem):
+    if not draw_figure(spec, groups, stem):
         return f"{stem}.png, .pdf and .csv are up to date with {count} runs"
     publish_figure(config, name, stem.with_suffix(".png"))
     return f"{stem}.png, .pdf and .csv drawn from {count} runs"
 
 
-def write_table(name: str, spec: Spec, groups: Groups) -> str:
+def write_table_files(name: str, spec: Spec, groups: Groups) -> str:
     stem = place(groups, f"tables/table-{name}")
-    if spec.search:
-        from experiments.products.search_tables import write_grid  # with a picture
+    if spec.rule:
+        from experiments.products.search_tables import write_search_table  # with a picture
 
-        write_grid(spec, groups, stem, place(groups, f"figures/table-{name}"))
+        picture = place(groups, f"figures/table-{name}")
+        write_search_table(spec, spec.rule, groups, stem, picture)
     else:
         from experiments.products.tables import write_table
 
@@ -113,7 +115,7 @@ def make_figure_with(extra: Sequence[str], name: str, overrides: Sequence[str]) 
         raise ConfigError(f"figure {name} has no panel of curves, so there is no place for another")
     groups = spec.expand(["records=all", *overrides])
     train_missing(groups, f"figure {name} with {', '.join(extra)}")
-    print(write_figure(f"figure-{name}-with-{'-'.join(extra)}", spec, groups))
+    print(write_figure_files(f"figure-{name}-with-{'-'.join(extra)}", spec, groups))
 
 
 def place(groups: Groups, name: str) -> Path:
@@ -136,10 +138,11 @@ def keep_index(product: str, groups: Groups) -> None:
     """Bring runs.csv up to date for one product."""
     with one_at_a_time(groups):
         products = {f"{kind}-{name}" for kind, name in everything()}
-        index.update(place(groups, "runs").with_suffix(".csv"), product, all_runs(groups), products)
+        path = place(groups, "runs").with_suffix(".csv")
+        index.update_index(path, product, all_runs(groups), products)
 
 
-def judge(spec: Spec, groups: Groups) -> list[dict[str, str]]:
+def update_verdicts(spec: Spec, groups: Groups) -> list[dict[str, str]]:
     """Judge the claims of a spec, and bring claims.csv and claims.md up to date."""
     stem, config = place(groups, "claims"), config_of(groups)
     published = {} if config.records == "own" else read_verdicts(config.published / "claims.csv")
@@ -147,7 +150,7 @@ def judge(spec: Spec, groups: Groups) -> list[dict[str, str]]:
         rows = judge_spec(spec, groups, published)
         known = read_verdicts(stem.with_suffix(".csv")) | {row["id"]: row for row in rows}
         if rows:
-            write_verdicts(in_order(known), stem)
+            write_verdicts(current_verdicts(known), stem)
     return rows
 
 
@@ -158,9 +161,9 @@ def show(rows: Sequence[dict[str, str]]) -> None:
             print(f"{'':25} {number}")
 
 
-def in_order(known: Mapping[str, dict[str, str]]) -> list[dict[str, str]]:
+def current_verdicts(known: Mapping[str, dict[str, str]]) -> list[dict[str, str]]:
     """The claims that conf/ has now; what it has no longer is dropped."""
-    current = [c["id"] for kind, name in everything() for c in load_spec(kind, name).claims]
+    current = [c.id for kind, name in everything() for c in load_spec(kind, name).claims]
     return [known[i] for i in sorted(current, key=natural) if i in known]
 
 

@@ -1,7 +1,7 @@
-"""`make publish`: own finished runs become published records, and results/published follows.
+"""`make publish`: adds your finished runs to the published records, and rewrites all products.
 
-Everything is made in a new folder, from the records in it alone, and takes the place of the old one
-in a single step: a publication that stops half way changes nothing.
+Everything is written to a new folder, from its records alone, which then replaces the old folder in
+one step: an interrupted publication changes nothing.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from pathlib import Path
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
-from experiments.products.make import groups_of, judge, keep_index, write
+from experiments.products.make import groups_of, keep_index, update_verdicts, write_product
 from experiments.products.report import load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.records import archive, files, provenance
 from experiments.records.archive import Published
 from experiments.records.run import Run, all_runs, given
 
-SCALES = ("paper", "auto")  # auto: of published runs, what an experiment has on a CPU
+SCALES = ("paper", "auto")  # auto: the scale of an experiment on a CPU
 
 
 def publish(overrides: Sequence[str]) -> Iterator[str]:
-    """Merge own runs into the published records and write all products again; yield what to say."""
+    """Merge own runs into the published records and rewrite all products; yield progress lines."""
     config = compose([*overrides, "records=own"])
     commit = provenance.commit()
     if commit is None or "dirty" in commit:
-        known = "has uncommitted changes: commit them" if commit else "is unknown to git: clone it"
-        raise ConfigError(f"the code {known} before you publish")
+        problem = "has uncommitted changes: commit them" if commit else "is not in git: clone it"
+        raise ConfigError(f"the code {problem} before you publish")
     new = config.published.with_name(f".{config.published.name}-new")
     with files.locked(config.published.with_name(f".{config.published.name}-lock"), print):
         if not config.published.exists() and aside(config.published).exists():
             aside(config.published).rename(config.published)  # killed between two renames
         for left in (new, aside(config.published)):
-            shutil.rmtree(left, ignore_errors=True)  # of a publication that was killed
+            shutil.rmtree(left, ignore_errors=True)  # left by a killed publication
         if config.published.exists():
             shutil.copytree(config.published, new)
         yield from merge(config, new)
-        remove_strangers(new)
+        remove_unknown_products(new)
         complete = sum(list(rewrite(new)))
         products = load_products((new, ""))
         files.write_text(new / "README.md", overview(products))
-        shutil.rmtree(new / "runs")  # the lock of runs.csv and claims.csv
+        shutil.rmtree(new / "runs")  # it only holds the lock of runs.csv and claims.csv
         exchange(new, config.published)
         shutil.rmtree(new, ignore_errors=True)
     yield f"{config.published}: {complete} of {len(products)} products are made from records"
@@ -55,34 +55,34 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def merge(config: Config, new: Path) -> Iterator[str]:
-    """Add own runs to the records; drop those that no product asks for any more."""
-    asked = requested(config)
-    added = dropped = 0
-    trained = {run.config.experiment for run in asked.values()}
+    """Add own runs to the records; remove those that no product uses any more."""
+    used = used_runs(config)
+    added = removed = 0
+    trained = {run.config.experiment for run in used.values()}
     for experiment in sorted({*archive.experiments(new), *trained}):
         before = dict(archive.load(new, experiment))
-        after = {name: run for name, run in before.items() if f"{experiment}/{name}" in asked}
+        after = {name: run for name, run in before.items() if f"{experiment}/{name}" in used}
         new_runs = [
             run
-            for run in asked.values()
+            for run in used.values()
             if run.config.experiment == experiment
             and (run.entry not in after or config.force)
             and run.done
         ]
-        refuse_unknown_code(new_runs)
+        refuse_uncommitted_code(new_runs)
         after |= {run.entry: Published(public(run), run.metrics()) for run in new_runs}
         added += len(new_runs)
-        dropped += len(before.keys() - after.keys())
+        removed += len(before.keys() - after.keys())
         if after:
             archive.save(new, experiment, after)
         else:
             archive.path_of(new, experiment).unlink(missing_ok=True)
-    yield f"{added} runs added to the records, {dropped} that nothing uses dropped"
+    yield f"{added} runs added to the records, {removed} unused runs removed"
 
 
-def requested(config: Config) -> dict[str, Run]:
-    """Every run that a product asks for, by name."""
-    words = [*folders(config.results, config.published), "records=published"]
+def used_runs(config: Config) -> dict[str, Run]:
+    """Return every run that a product uses, by name."""
+    words = [*folder_overrides(config.results, config.published), "records=published"]
     runs = [
         Run(run.config.model_copy(update={"records": "own"}))
         for kind, name in everything()
@@ -92,22 +92,22 @@ def requested(config: Config) -> dict[str, Run]:
     return {f"{run.config.experiment}/{run.entry}": run for run in runs}
 
 
-def folders(results: Path, published: Path) -> list[str]:
+def folder_overrides(results: Path, published: Path) -> list[str]:
     return [given("results", str(results), ""), given("published", str(published), "")]
 
 
-def refuse_unknown_code(runs: Iterable[Run]) -> None:
-    """Numbers that no commit can produce again are not published."""
+def refuse_uncommitted_code(runs: Iterable[Run]) -> None:
+    """Raise an error for runs that no commit can reproduce."""
     unknown = [run for run in runs if "dirty" in (run.info.get("commit") or "dirty")]
     if unknown:
         raise ConfigError(
             f"{len(unknown)} runs were trained with uncommitted changes, for example "
-            f"{unknown[0].folder}; train them again with force=true, or delete them"
+            f"{unknown[0].folder}: train them again with force=true, or delete them"
         )
 
 
 def public(run: Run) -> dict[str, object]:
-    """run.json without the checksum of its metrics.csv, and without a W&B account."""
+    """Return run.json without the checksum of metrics.csv and without the W&B account."""
     info = {key: value for key, value in run.info.items() if key != "sha256"}
     settings = {key: value for key, value in info["config"].items() if key != "tracking"}
     return info | {"config": settings}
@@ -117,21 +117,21 @@ def public(run: Run) -> dict[str, object]:
 
 
 def rewrite(new: Path) -> Iterator[bool]:
-    """Write every product again; yield whether all of its runs have records."""
-    words = [*folders(new, new), "records=published", "scale=auto", "tracking=off"]
+    """Rewrite every product; yield whether all of its runs have records."""
+    words = [*folder_overrides(new, new), "records=published", "scale=auto", "tracking=off"]
     for kind, name in everything():
         spec = load_spec(kind, name)
         groups = groups_of(spec, words)
         complete = all(run.done for run in all_runs(groups))
         if complete:
-            write(kind, name, spec, groups)
-        judge(spec, groups)
+            write_product(kind, name, spec, groups)
+        update_verdicts(spec, groups)
         keep_index(f"{kind}-{name}", groups)
         yield complete
 
 
-def remove_strangers(new: Path) -> None:
-    """Remove the files of products that conf/ does not have."""
+def remove_unknown_products(new: Path) -> None:
+    """Remove the files of products that are not in conf/."""
     names = {f"{kind}-{name}" for kind, name in everything()}
     for path in [*new.glob("figures/*"), *new.glob("tables/*")]:
         if path.stem not in names:
@@ -144,7 +144,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Let two folders change places; where the system cannot do it in one step, in two."""
+    """Swap two folders, in one step if the system can, else in three."""
     if not old.exists():
         new.rename(old)
         return

@@ -1,6 +1,6 @@
-"""The page of results, report.html, and the README of the published ones, from their files alone.
+"""Writes the results page, report.html, and the README of the published results.
 
-Nothing is trained or judged here, and no run is read.
+Both are made from the files of a results folder: nothing is trained or judged, and no run is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,30 @@ import pandas as pd
 from PIL import Image
 
 from experiments.products.claims import WORST_FIRST, read_verdicts, said
-from experiments.products.figures import crosses, labels, prefix_of
-from experiments.products.specs import Spec, everything, load_spec, spec_path
+from experiments.products.figures import crosses, prefix_of
+from experiments.products.markdown import as_html, markdown_table
+from experiments.products.schema import CurvesPanel, Spec
+from experiments.products.specs import everything, load_spec, spec_path
 from experiments.products.style import label_of, looks_of
 from experiments.records import index
 from experiments.records.files import write_text
 
 VERDICTS = tuple(reversed(WORST_FIRST))  # holds first
-MARKS = {"holds": "✓", "fails": "✗", "inconclusive": "~", "not run": "–"}
-MOST_POINTS = 300  # of a curve on the page; its csv has all of them
-KINDS = {"figure": "Figures", "table": "Tables", "claim": "Theory and surprises"}
-Row = dict[str, str]
+VERDICT_MARKS = {"holds": "✓", "fails": "✗", "inconclusive": "~", "not run": "–"}
+MAX_POINTS = 300  # of a curve on the page; the csv has all of them
+HEADINGS = {"figure": "Figures", "table": "Tables", "claim": "Theory and surprises"}
+CsvRow = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A figure, a table or a set of claims, with all that is known of it."""
+    """A figure, a table or a set of claims, with its files, verdicts and runs."""
 
     kind: str
     number: str
     results: Path
-    verdicts: dict[str, Row]
-    index: dict[str, Row]
+    verdicts: dict[str, CsvRow]
+    index: dict[str, CsvRow]
     suffix: str = ""  # of its files: -smoke
 
     @cached_property
@@ -57,7 +58,7 @@ class Product:
 
     @property
     def label(self) -> str:
-        """Figure 3"""
+        """Such as Figure 3."""
         return self.number.capitalize() if self.kind == "claim" else self.spec.title.split(". ")[0]
 
     @property
@@ -68,21 +69,21 @@ class Product:
     def command(self) -> str:
         if self.kind == "claim":
             return f"make {self.number}"
-        if re.fullmatch(r"s?\d+", self.number):  # those that make knows
+        if re.fullmatch(r"s?\d+", self.number):  # make has a target for it
             return f"make {self.kind}-{self.number.lstrip('0')}"
         return f"python -m experiments {self.kind} {self.number}"
 
     @property
-    def claims(self) -> list[Row]:
-        return [self.verdicts[c["id"]] for c in self.spec.claims if c["id"] in self.verdicts]
+    def claims(self) -> list[CsvRow]:
+        return [self.verdicts[c.id] for c in self.spec.claims if c.id in self.verdicts]
 
     @property
-    def runs(self) -> list[Row]:
+    def runs(self) -> list[CsvRow]:
         return [row for row in self.index.values() if self.name in row["serves"].split()]
 
     @property
-    def made(self) -> list[Row]:
-        """The runs of which the index has a time: a few were published without."""
+    def made(self) -> list[CsvRow]:
+        """The runs with a time in the index; a few were published without."""
         return [row for row in self.runs if row["seconds"]]
 
     @property
@@ -105,23 +106,23 @@ class Product:
 
     @property
     def seconds(self) -> float | None:
-        """Of all its runs together, if all of them are in the index."""
+        """Training time of all its runs, if all of them are in the index."""
         if not self.runs or len(self.made) < len(self.runs):
             return None
         return sum(float(row["seconds"]) for row in self.made)
 
     @property
     def time(self) -> str:
-        """As the index has it, else as the head of its file in conf/ does."""
+        """The training time from the index, else from the first line of its file in conf/."""
         if self.seconds is not None:
             return f"{duration(self.seconds)} of training"
         head = spec_path(self.kind, self.number).read_text().splitlines()[0]
-        said = re.search(r"\((?:\w+ scale[;:,] )?(.*)\)", head)
-        return said[1] if said else ""
+        match = re.search(r"\((?:\w+ scale[;:,] )?(.*)\)", head)
+        return match[1] if match else ""
 
     @property
     def records(self) -> str:
-        """Of how many of its runs the records are kept."""
+        """How many of its runs have records."""
         kept = sum(row["records"] == "yes" for row in self.runs)
         return {0: "no", len(self.runs): "yes"}.get(kept, f"{kept} of {len(self.runs)} runs")
 
@@ -131,7 +132,7 @@ class Product:
 
     @property
     def seen(self) -> str:
-        """What we see, in the words of the claims that do not hold."""
+        """What we see: the claims that do not hold."""
         if not self.is_made:
             return "Not run yet."
         if not self.claims:
@@ -145,21 +146,21 @@ class Product:
         return " ".join([*of_many, *words])
 
 
-Place = tuple[Path, str]  # a folder, and the suffix of the files in it
+Place = tuple[Path, str]  # a folder and the suffix of its files
 
 
 def write_report(places: Sequence[Place], page: Path) -> None:
-    """Write the page of the products in these places."""
+    """Write the results page of these places."""
     write_text(page, render(load_products(*places)))
 
 
 def load_products(*places: Place) -> list[Product]:
-    """Every product, from the first of the places that has it."""
-    verdicts, rows = dict[str, Row](), dict[str, Row]()
+    """Return every product, from the first place that has it."""
+    verdicts, rows = dict[str, CsvRow](), dict[str, CsvRow]()
     for folder, suffix in reversed(places):
         found = read_verdicts(folder / f"claims{suffix}.csv").items()
         verdicts |= {i: row for i, row in found if row["verdict"] != "not run" or i not in verdicts}
-        rows |= index.read(folder / f"runs{suffix}.csv")
+        rows |= index.read_index(folder / f"runs{suffix}.csv")
     products = []
     for kind, name in everything():
         each = [Product(kind, name, folder, verdicts, rows, suffix) for folder, suffix in places]
@@ -167,8 +168,8 @@ def load_products(*places: Place) -> list[Product]:
     return products
 
 
-def tally(claims: Iterable[Row]) -> str:
-    """7 hold, 1 fails"""
+def tally(claims: Iterable[CsvRow]) -> str:
+    """Return counts such as 7 hold, 1 fails."""
     counts = Counter(row["verdict"] for row in claims)
     words = {"holds": ("holds", "hold"), "fails": ("fails", "fail")}
     return ", ".join(
@@ -177,13 +178,13 @@ def tally(claims: Iterable[Row]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12 min, 3.5 h"""
+    """Return a duration such as 45 s, 12 min or 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-# -- results/README.md -------------------------------------------------------------------------
+# -- results/published/README.md ---------------------------------------------------------------
 
 
 def overview(products: Sequence[Product]) -> str:
@@ -193,33 +194,33 @@ def overview(products: Sequence[Product]) -> str:
         "",
         "Generated by `make publish`; do not edit. [claims.md](claims.md) has every claim with its",
         "numbers, [runs.csv](runs.csv) every run, [records](records) the metrics of every run.",
-        "`make report RECORDS=published` writes one page with all of it, on which curves can be",
-        "zoomed and runs filtered.",
+        "`make report RECORDS=published` writes one page with all results, with zoomable curves",
+        "and filters for claims and runs.",
         "",
         f"**{len(claims)} claims: {tally(claims)}.**",
         "",
-        "What we see names the claims that do not hold. A time is that of all runs together where",
-        "the index knows them, else what the file in conf/ says. Results without records were",
-        "published before records were kept; the records of their runs will follow.",
+        "What we see lists the claims that do not hold. The time is the training time of all runs;",
+        "if it was not recorded, it is an estimate from conf/. Results without records were",
+        "published before records were kept.",
     ]
-    for kind, heading in KINDS.items():
-        members = [product for product in products if product.kind == kind]
-        lines += ["", f"## {heading}", "", *table_of(members)]
+    for kind, heading in HEADINGS.items():
+        if rows := [overview_row(product) for product in products if product.kind == kind]:
+            lines += ["", f"## {heading}", "", markdown_table(pd.DataFrame(rows))]
     return "\n".join(lines) + "\n"
 
 
-def table_of(products: Sequence[Product]) -> list[str]:
-    head = (
-        "", "the paper", "what we see", "scale", "seeds", "time", "command", "verdict", "records",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for p in products:
-        cells = (
-            link(p), p.spec.shows or p.subject, p.seen, p.scale, str(p.spec.seeds), p.time,
-            f"`{p.command}`", p.verdict, p.records,
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return lines
+def overview_row(product: Product) -> CsvRow:
+    return {
+        "": link(product),
+        "the paper": product.spec.shows or product.subject,
+        "what we see": product.seen,
+        "scale": product.scale,
+        "seeds": str(product.spec.seeds),
+        "time": product.time,
+        "command": f"`{product.command}`",
+        "verdict": product.verdict,
+        "records": product.records,
+    }
 
 
 def link(product: Product) -> str:
@@ -237,36 +238,36 @@ def render(products: Sequence[Product]) -> str:
     environment = jinja2.Environment(
         loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"embedded": embedded, "as_html": as_html}
+    environment.filters |= {"embedded": embedded, "page_as_html": page_as_html}
     claims = [row for product in products for row in product.claims]
     rows = list(products[0].index.values()) if products else []
     data = {
         "panels": {p.name: panels_of(p) for p in products},
-        "columns": index.COLUMNS,
+        "columns": index.INDEX_COLUMNS,
         "runs": [list(row.values()) for row in rows],
     }
     return environment.get_template("report.html").render(
         products=products,
-        kinds=KINDS,
+        headings=HEADINGS,
         claims=claims,
         counts=Counter(row["verdict"] for row in claims),
         verdicts=VERDICTS,
-        marks=MARKS,
+        marks=VERDICT_MARKS,
         said=said,
         owner={row["id"]: product for product in products for row in product.claims},
-        settings_of=settings_of,
+        distinct_settings=distinct_settings,
         distinct=distinct,
         rows=rows,
         choices={
             k: sorted({row[k] for row in rows}) for k in ("experiment", "optimizer", "status")
         },
-        most=MOST_POINTS,
+        most=MAX_POINTS,
         data=embeddable(data),
     )
 
 
 def embedded(path: Path) -> str:
-    """A picture as an address that holds it, a third as large as the png."""
+    """Return an image as a data URL; WebP is a third as large as PNG."""
     with Image.open(path) as image:
         smaller = image.convert("RGB")
     smaller.thumbnail((1400, 4000))
@@ -276,53 +277,50 @@ def embedded(path: Path) -> str:
 
 
 def embeddable(data: Any) -> str:
-    """JSON that can stand inside a script element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
-def settings_of(product: Product) -> list[Row]:
-    """The hyper-parameters behind a product, each once."""
+def distinct_settings(product: Product) -> list[CsvRow]:
+    """Return the distinct hyperparameters of a product."""
     seen = {(r["experiment"], r["optimizer"], r["settings"]): r for r in product.runs}
     return [row | {"label": label_of(row["optimizer"])} for row in seen.values()]
 
 
-def distinct(rows: Iterable[Row], column: str) -> str:
+def distinct(rows: Iterable[CsvRow], column: str) -> str:
     return ", ".join(sorted({row[column] for row in rows if row[column]}))
 
 
 def panels_of(product: Product) -> list[dict[str, Any]]:
-    """The curves of a figure; a panel that has none, a heat map, stays a picture."""
+    """Return the panels of a figure that have curves; others, such as heat maps, stay images."""
     if product.picture is None or product.spec.search:
         return []
     table = pd.read_csv(product.picture.with_suffix(".csv"))
     if "curve" not in table:
         return []
-    return [panel_of(product.spec, panel, table) for panel in product.spec.panels]
+    curves = [panel for panel in product.spec.panels if isinstance(panel, CurvesPanel)]
+    return [panel_of(product.spec, panel, table) for panel in curves]
 
 
-def panel_of(spec: Spec, panel: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
-    letter = panel["title"].split()[0].strip("()")
-    table = table[table["panel"] == letter]
-    names = labels(panel["runs"])
-    optimizers = [optimizer_of(spec, name) for name in names]
-    orders, axes = panel.get("orders", False), panel.get("axes", {})
-    prefix = prefix_of(panel.get("smooth", 1), orders)
-    if f"{prefix}mean" not in table:  # conf/ has smoothed it since
+def panel_of(spec: Spec, panel: CurvesPanel, table: pd.DataFrame) -> dict[str, Any]:
+    table = table[table["panel"] == panel.letter]
+    optimizers = [optimizer_of(spec, name) for name in panel.runs]
+    prefix = prefix_of(panel.smooth, panel.orders)
+    if f"{prefix}mean" not in table:  # the csv is older than `smooth` in conf/
         prefix = prefix.replace("smooth_", "")
     curves = []
     for label, optimizer, look in zip(
-        names.values(), optimizers, looks_of(optimizers), strict=True
+        panel.runs.values(), optimizers, looks_of(optimizers), strict=True
     ):
         label = label or label_of(optimizer)
         part = table[table["curve"] == label]
         if part.empty:
-            continue  # a curve that conf/ has since
+            continue  # the csv is older than this curve in conf/
         about = {"label": label, "color": look.color, "dashes": look.dashes}
-        curves.append(about | numbers(part, prefix, axes.get("xscale") == "log"))
-    keys = ("xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim")
-    about = {"title": panel["title"], "orders": orders, "curves": curves}
-    return about | {key: axes[key] for key in keys if key in axes}
+        curves.append(about | curve_points(part, prefix, panel.axes.xscale == "log"))
+    axes = panel.axes.model_dump(exclude_unset=True)
+    return {"title": panel.title, "orders": panel.orders, "curves": curves, **axes}
 
 
 def optimizer_of(spec: Spec, name: str) -> str:
@@ -330,45 +328,26 @@ def optimizer_of(spec: Spec, name: str) -> str:
     return words[-1].removeprefix("optimizer=")
 
 
-def numbers(part: pd.DataFrame, prefix: str, is_log: bool) -> dict[str, Any]:
-    """As many records as can be seen, evenly spread on the axis; the first and last are there."""
+def curve_points(part: pd.DataFrame, prefix: str, is_log: bool) -> dict[str, Any]:
+    """Return at most MAX_POINTS points, evenly spread on the axis, with the first and the last."""
     space = np.geomspace if is_log else np.linspace
-    spread = space(1, len(part), MOST_POINTS)
+    spread = space(1, len(part), MAX_POINTS)
     thin = part.iloc[np.unique(spread.round().astype(int)) - 1]
     crossed = [
-        (step, value) for step, vs in crosses(part.set_index("step")) for value in map(short, vs)
+        (step, value) for step, vs in crosses(part.set_index("step")) for value in map(rounded, vs)
     ]
     return {
         "x": [int(step) for step in thin["step"]],
-        "y": [short(value) for value in thin[f"{prefix}mean"]],
-        "sd": [short(value) for value in thin[f"{prefix}sd"]],
+        "y": [rounded(value) for value in thin[f"{prefix}mean"]],
+        "sd": [rounded(value) for value in thin[f"{prefix}sd"]],
         "crosses": crossed,
     }
 
 
-def short(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
-def as_html(path: Path) -> str:
-    """The tables and paragraphs of a Markdown page that this project wrote, without its title."""
-    blocks = path.read_text().strip().split("\n\n")
-    return "\n".join(block_as_html(block) for block in blocks if not block.startswith("#"))
-
-
-def block_as_html(block: str) -> str:
-    if not block.startswith("|"):
-        return f"<p>{inline(block)}</p>"
-    head, _, *rows = [
-        [inline(cell) for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
-        for line in block.splitlines()
-    ]
-    cells = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'
-
-
-def inline(text: str) -> str:
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text.strip().replace(r"\|", "|")))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+def page_as_html(path: Path) -> str:
+    """Return a Markdown page of this project as HTML, without its title in the first line."""
+    return as_html(path.read_text().partition("\n")[2])

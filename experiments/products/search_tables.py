@@ -2,79 +2,49 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from experiments.config.errors import one_line_errors
 from experiments.products.claims import interval, values
-from experiments.products.figures import Group, draw, scale_of, shaded
-from experiments.products.specs import Spec
-from experiments.products.tables import refuse_missing
+from experiments.products.figures import RunGroup, draw_figure, scale_of, shaded
+from experiments.products.markdown import markdown_table
+from experiments.products.schema import SearchPanel, SearchRule, Spec
+from experiments.products.tables import require_runs
 from experiments.records.files import write_text
 from experiments.records.run import Groups, Run
+from experiments.records.status import Status
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Rule(BaseModel):
-    """Which setting is the best, and what is shown of all of them."""
-
-    model_config = ConfigDict(extra="forbid")
-    metric: str
-    statistic: str = "last"  # a function of experiments/products/summaries.py
-    best: Literal["highest", "lowest"]
-    beside: list[str] = []  # metrics that are shown and have no say
-    settings: list[str]  # of the optimizer, as far as it has them
-    along: str  # the setting on the x axis
-    panels: list[dict[str, Any]] = []
-
-    @property
-    def others(self) -> list[str]:
-        return [key for key in self.settings if key != self.along]
-
-    def __str__(self) -> str:
-        return f"{self.best} {self.metric} ({self.statistic}), mean over the seeds"
-
-
-def rule_of(spec: Spec) -> Rule:
-    with one_line_errors():
-        return Rule.model_validate(spec.rule)
-
-
-def write_grid(spec: Spec, groups: Groups, stem: Path, picture: Path) -> None:
+def write_search_table(
+    spec: Spec, rule: SearchRule, groups: Groups, stem: Path, picture: Path
+) -> None:
     """Write stem.csv, every setting; stem.md, the paper's and the best; picture.png and .pdf."""
-    refuse_missing(groups)
-    rule = rule_of(spec)
+    require_runs(groups)
     table = judge_grid(members(spec), rule, groups)
     write_text(stem.with_suffix(".csv"), table.to_csv(index=False, float_format="%.10g"))
-    write_text(stem.with_suffix(".md"), page(spec, rule, table, face(spec, groups, table)))
-    draw(drawn(spec, rule, table), groups, picture)
+    write_text(stem.with_suffix(".md"), search_page(spec, rule, table, face(spec, groups, table)))
+    functions = {"lines": partial(lines, rule=rule, table=table)}
+    draw_figure(as_figure(spec, rule, table), groups, picture, functions)
 
 
-def drawn(spec: Spec, rule: Rule, table: pd.DataFrame) -> Spec:
-    """The spec as a figure: its panels hold what they draw, its note the rule."""
-    rows = json.loads(table.to_json(orient="records", double_precision=15))
-    common = {
-        "draw": f"{__name__}.{lines.__name__}",
-        "settings": rule.settings,
-        "along": rule.along,
-    }
+def as_figure(spec: Spec, rule: SearchRule, table: pd.DataFrame) -> Spec:
+    """The spec as a figure: its panels are those of the rule, its note is the rule."""
     note = fill("; ".join(filter(None, (steps_of(table), f"best: {rule}", spec.note))), 110)
-    panels = []
-    for panel in rule.panels:
-        runs = {name: spec.search[name].label for name in panel.get("runs", spec.search)}
-        shown = [row for row in rows if row["optimizer"] in runs.values()]
-        panels.append(panel | common | {"runs": runs, "rows": shown})
+    labels = {name: search.label for name, search in spec.search.items()}
+    panels = [
+        panel.model_copy(update={"runs": {name: labels[name] for name in panel.runs or labels}})
+        for panel in rule.panels
+    ]
     return spec.model_copy(update={"panels": panels, "note": note})
 
 
@@ -83,10 +53,12 @@ def members(spec: Spec) -> dict[str, list[str]]:
     return {search.label: list(search.runs(name)) for name, search in spec.search.items()}
 
 
-# -- what came out -----------------------------------------------------------------------------
+# -- the numbers -------------------------------------------------------------------------------
 
 
-def judge_grid(searches: Mapping[str, Sequence[str]], rule: Rule, groups: Groups) -> pd.DataFrame:
+def judge_grid(
+    searches: Mapping[str, Sequence[str]], rule: SearchRule, groups: Groups
+) -> pd.DataFrame:
     """A row for every setting of every optimizer."""
     parts = [
         judge_search([groups[name] for name in names], rule).assign(optimizer=label)
@@ -97,13 +69,13 @@ def judge_grid(searches: Mapping[str, Sequence[str]], rule: Rule, groups: Groups
 
 
 @np.errstate(invalid="ignore")  # a run that diverged
-def judge_search(points: Sequence[Sequence[Run]], rule: Rule) -> pd.DataFrame:
+def judge_search(points: Sequence[Sequence[Run]], rule: SearchRule) -> pd.DataFrame:
     """A row for every setting of one optimizer; the first is the paper's."""
     unique = {runs[0].config.digest(): runs for runs in reversed(points)}
     scores = [scores_of(runs, rule) for runs in unique.values()]
     paper = next(s for s, runs in zip(scores, unique.values(), strict=True) if runs is points[0])
     rows = [
-        setting(runs[0], rule) | numbers(ours, paper) | counts(runs)
+        setting(runs[0], rule) | score_columns(ours, paper) | counts(runs)
         for runs, ours in zip(unique.values(), scores, strict=True)
     ]
     table = pd.DataFrame(rows)
@@ -114,15 +86,15 @@ def judge_search(points: Sequence[Sequence[Run]], rule: Rule) -> pd.DataFrame:
     return table.loc[order.index]
 
 
-def scores_of(runs: Sequence[Run], rule: Rule) -> dict[str, NDArray[np.float64]]:
+def scores_of(runs: Sequence[Run], rule: SearchRule) -> dict[str, NDArray[np.float64]]:
     """Metric → a number per seed."""
     return {m: values(runs, m, rule.statistic) for m in (rule.metric, *rule.beside)}
 
 
-def numbers(
+def score_columns(
     scores: Mapping[str, NDArray[np.float64]], paper: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, float]:
-    """Of each metric: mean, standard deviation, difference from the paper's setting."""
+    """Mean, standard deviation and difference from the paper's setting, for each metric."""
     row = {}
     for metric, ours in scores.items():
         difference = ours - paper[metric]
@@ -134,37 +106,37 @@ def numbers(
 
 
 def steps(run: Run) -> int:
-    """As many as were asked for, or as the epochs have come to."""
+    """The number of steps: as configured, or as recorded if the length is given in epochs."""
     return run.config.steps or int(run.metrics()["step"].max())
 
 
 def counts(runs: Sequence[Run]) -> dict[str, int]:
-    diverged = sum(run.status == "diverged" for run in runs)
+    diverged = sum(run.status == Status.DIVERGED for run in runs)
     return {"runs": len(runs), "diverged": diverged, "steps": steps(runs[0])}
 
 
-def setting(run: Run, rule: Rule) -> dict[str, Any]:
+def setting(run: Run, rule: SearchRule) -> dict[str, Any]:
     given = {key: run.config.optimizer.get(key) for key in rule.settings}
     return {k: list(map(float, v)) if isinstance(v, list) else v for k, v in given.items()}
 
 
-def best_of(table: pd.DataFrame, rule: Rule) -> Any:
-    """The index of the best row; where a run diverged the mean is no number, and the worst."""
+def best_of(table: pd.DataFrame, rule: SearchRule) -> Any:
+    """The index of the best row; settings with a diverged run rank last."""
     score = table[rule.metric] if rule.best == "highest" else -table[rule.metric]
     # The paper's setting wins a tie.
     order = pd.DataFrame({"score": score.fillna(-np.inf), "paper": table["paper"]})
     return order.sort_values(["score", "paper"], kind="stable").index[-1]
 
 
-def is_edge(table: pd.DataFrame, rule: Rule) -> pd.Series:
-    """Whether nothing was tried on one side of a setting, along its line."""
+def is_edge(table: pd.DataFrame, rule: SearchRule) -> pd.Series:
+    """Whether a setting is the first or the last on its line."""
     place = table[rule.along]
     line = place.groupby(line_of(table, rule.others))
     return (place == line.transform("min")) | (place == line.transform("max"))
 
 
 def line_of(table: pd.DataFrame, others: Sequence[str]) -> pd.Series:
-    """What a setting shares with those that differ along the x axis alone."""
+    """The name of the line of each setting: its other settings."""
     return pd.Series([words(row, others) for _, row in table.iterrows()], table.index, dtype=str)
 
 
@@ -181,28 +153,26 @@ def steps_of(table: pd.DataFrame) -> str:
     return f"{' and '.join(f'{count:,}' for count in counts)} steps a run"
 
 
-def page(spec: Spec, rule: Rule, table: pd.DataFrame, about: str) -> str:
+def search_page(spec: Spec, rule: SearchRule, table: pd.DataFrame, about: str) -> str:
     text = (
         f"The best setting has the {rule}; one of which a run diverged is the worst. Mean ± "
         "standard deviation over the seeds; a difference is best − paper's, seed by seed, with its "
         "95 % interval. The best was chosen with these seeds, so its lead is in part luck; the "
         "other metrics had no say. Every setting that was tried is in the csv of the same name."
     )
-    parts = [f"# {spec.title}", about, text, markdown(table, partial(chosen_row, rule=rule))]
+    parts = [f"# {spec.title}", about, text, optimizer_table(table, partial(chosen_row, rule=rule))]
     for metric in rule.beside:
-        parts.append(markdown(table, partial(beside_row, metric=metric)))
+        parts.append(optimizer_table(table, partial(beside_row, metric=metric)))
     return "\n\n".join(parts) + "\n"
 
 
-def markdown(table: pd.DataFrame, make_row: Callable[[pd.DataFrame], dict[str, str]]) -> str:
+def optimizer_table(table: pd.DataFrame, make_row: Callable[[pd.DataFrame], dict[str, str]]) -> str:
     """A line for each optimizer."""
-    rows = {label: make_row(part) for label, part in table.groupby("optimizer", sort=False)}
-    heads = ["optimizer", *next(iter(rows.values()))]
-    lines = [heads, ["---"] * len(heads), *([label, *row.values()] for label, row in rows.items())]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = table.groupby("optimizer", sort=False)
+    return markdown_table(pd.DataFrame([{"optimizer": x} | make_row(part) for x, part in parts]))
 
 
-def chosen_row(part: pd.DataFrame, rule: Rule) -> dict[str, str]:
+def chosen_row(part: pd.DataFrame, rule: SearchRule) -> dict[str, str]:
     paper, best = paper_and_best(part)
     edge = " (at the edge of the grid)" if best["edge"] else ""
     chosen = "the paper's" if best["paper"] else words(best, rule.settings)
@@ -233,14 +203,14 @@ def paper_and_best(part: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 def words(row: pd.Series, keys: Sequence[str]) -> str:
     """lr 0.01, betas (0, 0.999), n 1"""
     given = {key: row[key] for key in keys if not is_missing(row[key])}
-    return ", ".join(f"{key} {shown(value)}" for key, value in given.items())
+    return ", ".join(f"{key} {setting_text(value)}" for key, value in given.items())
 
 
 def is_missing(value: Any) -> bool:
     return not isinstance(value, list) and bool(pd.isna(value))
 
 
-def shown(value: Any) -> str:
+def setting_text(value: Any) -> str:
     return f"({', '.join(f'{x:g}' for x in value)})" if isinstance(value, list) else f"{value:g}"
 
 
@@ -262,32 +232,32 @@ def span(row: pd.Series, metric: str) -> str:
 
 def lines(
     ax: Axes,
-    groups: Sequence[Group],
-    metric: str,
-    rows: list[dict[str, Any]],
-    settings: Sequence[str],
-    along: str,
-    legend: bool = False,
+    groups: Sequence[RunGroup],
+    panel: SearchPanel,
+    *,
+    rule: SearchRule,
+    table: pd.DataFrame,
 ) -> pd.DataFrame:
     """A metric along one setting: a line for each optimizer and each choice of the others.
 
-    The legend serves the panels beside it too, so "ResNet: Adam" is Adam in it.
+    The legend is shared with the other panels, so it shows "ResNet: Adam" as Adam.
     """
-    table, owners = pd.DataFrame(rows), {group.label: group for group in groups}
-    line = line_of(table, [key for key in settings if key != along])
+    metric, along, owners = panel.metric, rule.along, {group.label: group for group in groups}
+    table = table[table["optimizer"].isin(owners)]
+    line = line_of(table, rule.others)
     parts = {key: part for key, part in table.groupby(["optimizer", line], sort=False)}
     looks = shaded([owners[label] for label, _ in parts])
     for ((label, other), part), look in zip(parts.items(), looks, strict=True):
         name = label.split(": ")[-1] + ("" if part["paper"].any() else f", {other}")
         draw_line(ax, part[along], part, metric, name, look.style)
-    for name, mark in MARKS.items():
+    for name, mark in POINT_MARKS.items():
         ax.plot([], [], linestyle="", color="0.5", label=name, **mark)
-    if legend:
+    if panel.legend:
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7.5)
-    return table[["optimizer", *settings, metric, f"{metric} sd", "runs", "paper", "best"]]
+    return table[["optimizer", *rule.settings, metric, f"{metric} sd", "runs", "paper", "best"]]
 
 
-MARKS: dict[str, dict[str, Any]] = {
+POINT_MARKS: dict[str, dict[str, Any]] = {
     "the paper's setting": {"marker": "*", "ms": 12, "mec": "black", "mew": 0.6},
     "our best": {"marker": "o", "ms": 10, "mfc": "none", "mec": "black"},
     "beyond the axis": {"marker": "v", "ms": 5},
@@ -298,22 +268,22 @@ MARKS: dict[str, dict[str, Any]] = {
 def draw_line(
     ax: Axes, x: pd.Series, part: pd.DataFrame, metric: str, label: str, style: dict[str, Any]
 ) -> None:
-    """Mean and standard deviation; what lies beyond the axis or diverged stands on its edge."""
+    """Draw mean and standard deviation; values off the axis or diverged are drawn on its edge."""
     low, high = (-np.inf, np.inf) if ax.get_autoscaley_on() else ax.get_ylim()
     y = part[metric].astype(float).clip(low, high)
     spread = part[f"{metric} sd"].where(y == part[metric])
     ax.errorbar(x, y, spread, label=label, lw=1.3, marker=".", capsize=2, **style)
     for name, chosen in marked(part, metric, y).items():
         at = {"color": style["color"], "linestyle": "", "zorder": 5, "clip_on": False}
-        # Outside of the layout: on a logarithmic axis 0 is infinitely far down.
-        at |= MARKS[name] | {"in_layout": False}
+        # Not part of the layout: on a logarithmic axis 0 is infinitely far down.
+        at |= POINT_MARKS[name] | {"in_layout": False}
         here, lost = chosen & y.notna(), chosen & y.isna()
         ax.plot(x[here], y[here], **at)
         ax.plot(x[lost], 0 * x[lost], transform=ax.get_xaxis_transform(), **at)
 
 
 def marked(part: pd.DataFrame, metric: str, y: pd.Series) -> dict[str, pd.Series]:
-    """Which points of a line carry which mark."""
+    """Mark → the points of a line that have it."""
     beyond = y.notna() & (y != part[metric])
     flags = (part["paper"], part["best"] & y.notna(), beyond, y.isna())
-    return dict(zip(MARKS, flags, strict=True))
+    return dict(zip(POINT_MARKS, flags, strict=True))

@@ -1,4 +1,4 @@
-"""What a curve looks like, in a figure and on the page: colours belong to optimizers."""
+"""The colour and dashes of a curve, in figures and in the report: one colour per optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from experiments.config.paths import CONF
 
-# Curves of one optimizer: of its colour towards black (0) or white (1), and dashes (on, off, …).
+# Curves of one optimizer: its colour mixed with black (0) or white (1), and dashes (on, off, …).
 SHADES = ((0, 0.0), (0, 0.45), (1, 0.45), (0, 0.7), (1, 0.65), (0, 0.25))
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (3.7, 1.6), (6.4, 1.6, 1, 1.6), (1, 1.65), (6, 1, 1, 1, 1, 1), (2, 1),
@@ -40,7 +40,7 @@ def color_of(optimizer: str) -> str:
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """Of the curves of one panel: those of one colour differ in their shade and dashes."""
+    """The looks of the curves of one panel; those of one colour differ in shade and dashes."""
     looks, seen = [], dict[str, int]()
     for color in map(color_of, optimizers):
         count = seen.get(color, 0)
@@ -52,6 +52,6 @@ def looks_of(optimizers: Sequence[str]) -> list[Look]:
 
 
 def mixed(color: str, towards: int, part: float) -> str:
-    """The colour, by a part of the way nearer to black (0) or white (1)."""
+    """The colour mixed with a part of black (0) or white (1)."""
     channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + part * (255 * towards - c)):02x}" for c in channels)

@@ -1,13 +1,14 @@
-"""One number from the metrics of one run: the vocabulary of claims and tables.
+"""Statistics: one number from the metrics of one run, for claims and tables.
 
 Each takes the metrics of a run, a row per step, and the name of the metric.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 
 def first(metrics: pd.DataFrame, metric: str) -> float:
@@ -35,7 +36,7 @@ def median(metrics: pd.DataFrame, metric: str) -> float:
 
 
 def tail(metrics: pd.DataFrame, metric: str) -> pd.Series:
-    """The last tenth of a curve: its end, with less noise than the last point."""
+    """The last tenth of a curve, which is less noisy than the last point."""
     curve = metrics[metric].dropna()
     return curve.iloc[-max(1, len(curve) // 10) :]
 
@@ -45,34 +46,36 @@ def tail_mean(metrics: pd.DataFrame, metric: str) -> float:
 
 
 def tail_log10(metrics: pd.DataFrame, metric: str) -> float:
-    """Orders of magnitude at the end of a curve, its mean over the last tenth."""
+    """Mean of log10 over the last tenth of a curve."""
     return float(np.log10(tail(metrics, metric)).mean())
 
 
 def tail_log10_sd(metrics: pd.DataFrame, metric: str) -> float:
-    """How much a curve still moves at its end, in orders of magnitude."""
+    """Standard deviation of log10 over the last tenth of a curve."""
     return float(np.log10(tail(metrics, metric)).std(ddof=0))
 
 
 def tail_sd(metrics: pd.DataFrame, metric: str) -> float:
-    """How much a curve still moves up and down at its end."""
+    """Standard deviation over the last tenth of a curve."""
     return float(tail(metrics, metric).std(ddof=0))
 
 
 def rise_log10(metrics: pd.DataFrame, metric: str) -> float:
-    """How far a curve has risen above where it had been before, in orders of magnitude."""
+    """The largest rise above an earlier value, in log10."""
     curve = np.log10(metrics[metric].dropna())
     return float((curve - curve.cummin()).max())
 
 
 def early_mean(metrics: pd.DataFrame, metric: str) -> float:
-    """Over the first third of the steps."""
+    """Mean over the first third of the steps."""
     early = metrics["step"] <= metrics["step"].iloc[-1] / 3
     return float(metrics.loc[early, metric].mean())
 
 
 def trend(metrics: pd.DataFrame, metric: str) -> float:
     """Rank correlation with the step: 1 if it only rises, −1 if it only falls."""
+    from scipy.stats import spearmanr  # slow to import, and specs are checked without it
+
     rows = metrics.dropna(subset=metric)
     return float(spearmanr(rows["step"], rows[metric]).statistic)
 
@@ -83,7 +86,7 @@ def falls_along_beta1(metrics: pd.DataFrame, metric: str) -> float:
 
 
 def falls_along_beta2(metrics: pd.DataFrame, metric: str) -> float:
-    """The same as β2 rises."""
+    """The same along β2."""
     return share_of_falls(metrics, metric, "beta2", "beta1")
 
 
@@ -94,6 +97,22 @@ def share_of_falls(metrics: pd.DataFrame, metric: str, along: str, across: str) 
 
 
 def differs_from_exact(metrics: pd.DataFrame, metric: str) -> float:
-    """The share of cells in which a metric is not what the column `exact` says."""
+    """The share of cells in which a metric differs from the metric `exact`."""
     cells = metrics.dropna(subset=[metric, "exact"])
     return float((cells[metric] != cells["exact"]).mean())
+
+
+STATISTICS: dict[str, Callable[[pd.DataFrame, str], float]] = {
+    function.__name__: function
+    for function in (
+        first, last, mean, largest, smallest, median, tail_mean, tail_log10, tail_log10_sd, tail_sd,
+        rise_log10, early_mean, trend, falls_along_beta1, falls_along_beta2, differs_from_exact,
+    )
+}  # fmt: skip
+
+# statistic → metrics that it reads besides its argument
+OTHER_METRICS = {
+    "falls_along_beta1": ["beta1", "beta2"],
+    "falls_along_beta2": ["beta1", "beta2"],
+    "differs_from_exact": ["exact"],
+}

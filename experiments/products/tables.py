@@ -7,56 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict
 
-from experiments.config.errors import ConfigError, one_line_errors
+from experiments.config.errors import ConfigError
 from experiments.products.claims import interval, values
-from experiments.products.specs import Spec
+from experiments.products.markdown import markdown_table
+from experiments.products.schema import Spec, TableCell, TableRow
 from experiments.records.files import write_text
 from experiments.records.run import Groups, Run
 
 
-class Number(BaseModel):
-    """One number of ours: which runs, which metric."""
-
-    model_config = ConfigDict(extra="forbid")
-    run: str
-    metric: str
-    statistic: str = "last"
-
-
-class Row(BaseModel):
-    """One number of the paper, and ours: a single one, or one for each named column.
-
-    With `over`, one row for each of its items, which takes the place of {} in label and metric.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-    label: str
-    run: str = ""
-    metric: str = ""
-    statistic: str = "last"
-    columns: dict[str, Number] = {}
-    over: list[int | float | str] = [""]
-    paper: float | list[float] | None = None
-
-
 def write_table(spec: Spec, groups: Groups, stem: Path) -> None:
     """Write stem.csv, a line for each number of ours, and stem.md, a line for each of the paper."""
-    refuse_missing(groups)
-    with one_line_errors():
-        rows = [Row.model_validate(raw) for raw in spec.rows]
-    table = pd.DataFrame([line for row in rows for line in lines_of(row, groups)])
+    require_runs(groups)
+    table = pd.DataFrame([line for row in spec.rows for line in table_lines(row, groups)])
     scales = sorted({run.config.scale for runs in groups.values() for run in runs})
     csv = table if table["column"].nunique() > 1 else table.drop(columns="column")
     write_text(stem.with_suffix(".csv"), csv.to_csv(index=False, float_format="%.10g"))
-    write_text(stem.with_suffix(".md"), page(spec, table, " and ".join(scales)))
+    write_text(stem.with_suffix(".md"), table_page(spec, table, " and ".join(scales)))
 
 
-def refuse_missing(groups: Groups) -> None:
+def require_runs(groups: Groups) -> None:
     missing = [run for runs in groups.values() for run in runs if not run.done]
     if missing:
-        raise ConfigError(f"{len(missing)} runs are missing, make them first: {commands(missing)}")
+        raise ConfigError(f"{len(missing)} runs are missing; run {commands(missing)}")
 
 
 def commands(runs: Sequence[Run]) -> str:
@@ -64,32 +37,21 @@ def commands(runs: Sequence[Run]) -> str:
     return ", ".join(run.command() for run in runs[:3]) + more
 
 
-def lines_of(row: Row, groups: Groups) -> Iterator[dict[str, object]]:
-    columns = row.columns or {
-        "ours": Number(run=row.run, metric=row.metric, statistic=row.statistic)
-    }
-    papers = row.paper if isinstance(row.paper, list) else [row.paper] * len(row.over)
-    if len(papers) != len(row.over):
-        raise ConfigError(
-            f"row {row.label}: {len(papers)} numbers of the paper for {len(row.over)} rows; give "
-            "one for each item of `over`"
-        )
-    for item, paper in zip(row.over, papers, strict=True):
-        for name, number in columns.items():
+def table_lines(row: TableRow, groups: Groups) -> Iterator[dict[str, object]]:
+    for item, paper in zip(row.over, row.papers(), strict=True):
+        for name, cell in row.cells().items():
             label = {"": row.label.replace("{}", str(item)), "column": name}
-            yield label | ours(number, str(item), groups) | {"paper": paper}
+            yield label | numbers_in(cell, str(item), groups) | {"paper": paper}
 
 
 @np.errstate(invalid="ignore")  # a run that diverged
-def ours(number: Number, item: str, groups: Groups) -> dict[str, object]:
-    if number.run not in groups:
-        raise ConfigError(f"a row of the table shows {number.run!r}, which no run is named")
-    found = values(groups[number.run], number.metric.replace("{}", item), number.statistic)
+def numbers_in(cell: TableCell, item: str, groups: Groups) -> dict[str, object]:
+    found = values(groups[cell.run], cell.metric.replace("{}", item), cell.statistic)
     low, high = interval(found)
     return {"ours": found.mean(), "low": low, "high": high, "n": len(found)}
 
 
-def page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
+def table_page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
     seeds = " and ".join(str(n) for n in sorted(table["n"].unique()))
     lines = [
         f"# {spec.title}",
@@ -99,16 +61,16 @@ def page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
     ]
     lines += [spec.note, ""] if spec.note else []
     names = list(table["column"].unique())
-    lines += [f"| | paper | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    rows = []
     for label, group in table.groupby("", sort=False):
-        numbers = map(shown, group["ours"], group["low"], group["high"])
-        cells = dict(zip(group["column"], numbers, strict=True))
+        numbers = map(with_interval, group["ours"], group["low"], group["high"])
         paper = group["paper"].iloc[0]
-        cells["paper"] = "" if pd.isna(paper) else f"{paper:.6g}"
-        lines.append(f"| {label} | {' | '.join(cells.get(n, '') for n in ['paper', *names])} |")
+        cells = {"": label, "paper": "" if pd.isna(paper) else f"{paper:.6g}"}
+        rows.append(cells | dict(zip(group["column"], numbers, strict=True)))
+    lines.append(markdown_table(pd.DataFrame(rows, columns=["", "paper", *names]).fillna("")))
     return "\n".join(lines) + "\n"
 
 
-def shown(mean: float, low: float, high: float) -> str:
-    """-0.0012 [-0.0014, -0.001]; no brackets where nothing varies."""
+def with_interval(mean: float, low: float, high: float) -> str:
+    """-0.0012 [-0.0014, -0.001]; no brackets if nothing varies."""
     return f"{mean:.4g}" + ("" if low == high else f" [{low:.4g}, {high:.4g}]")

@@ -1,11 +1,11 @@
-"""`make verify`: trains the cheapest published run of every experiment again, and compares them."""
+"""`make verify`: trains the cheapest published run of every experiment again and compares it."""
 
 from __future__ import annotations
 
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.config.compose import compose
@@ -15,12 +15,13 @@ from experiments.records.agreement import DIFFERENT, compare
 from experiments.records.archive import Published
 from experiments.records.run import Run, given
 from experiments.training.pool import execute_all
+from experiments.training.scheduler import FailedRunsError, RunOutcome
 
 COLUMNS = ("experiment", "run", "published, s", "here, s", "agreement")
 
 
 def verify(overrides: Sequence[str]) -> bool:
-    """Print a table of how the runs compare; return whether none differs."""
+    """Print how the runs compare; return whether all agree, except those whose data are missing."""
     published = compose(overrides).published
     cheapest = [cheapest_of(published, name) for name in archive.experiments(published)]
     if not cheapest:
@@ -28,12 +29,23 @@ def verify(overrides: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="adashift-verify-") as folder:
         words = [*overrides, given("results", folder, "")]
         runs = [repeated(run, words) for run in cheapest]
-        execute_all(runs, "verify")
-        rows = [COLUMNS, *map(row_of, runs, cheapest)]
+        failures = failures_of(runs)
+        agreements = [agreement_of(run, failures.get(run.folder)) for run in runs]
+        rows = [COLUMNS, *map(row_of, runs, cheapest, agreements)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
-    return not any(row[-1].startswith(DIFFERENT) for row in rows)
+    differ = any(text.startswith(DIFFERENT) for text in agreements)
+    return not differ and all(failure.lacks_data for failure in failures.values())
+
+
+def failures_of(runs: Sequence[Run]) -> Mapping[Path, RunOutcome]:
+    """Train the runs; return the failures by folder."""
+    try:
+        execute_all(runs, "verify")
+    except FailedRunsError as error:
+        return error.failures
+    return {}
 
 
 def cheapest_of(published: Path, experiment: str) -> Published:
@@ -59,6 +71,10 @@ def repeated(run: Published, overrides: Sequence[str]) -> Run:
     return found
 
 
-def row_of(run: Run, published: Published) -> tuple[str, ...]:
-    seconds = (f"{info['seconds']:.1f}" for info in (published.info, run.info))
-    return run.config.experiment, run.entry, *seconds, str(compare(run))
+def agreement_of(run: Run, failure: RunOutcome | None) -> str:
+    return f"not compared: {failure.error}" if failure else str(compare(run))
+
+
+def row_of(run: Run, published: Published, agreement: str) -> tuple[str, ...]:
+    here = f"{run.info['seconds']:.1f}" if run.done else "–"
+    return run.config.experiment, run.entry, f"{published.info['seconds']:.1f}", here, agreement

@@ -1,4 +1,4 @@
-"""How a run compares with the published run of the same identity and seed."""
+"""Compares a run with the published run of the same identity and seed."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from numpy.typing import NDArray
 from experiments.records import archive
 from experiments.records.run import Run
 
-# From the best to the worst.
-IDENTICAL, ROUNDING, SPREAD, DIFFERENT = KINDS = (
+# From best to worst.
+IDENTICAL, ROUNDED, WITHIN_SPREAD, DIFFERENT = LEVELS = (
     "identical", "equal up to rounding", "within the spread of the published seeds", "different",
 )  # fmt: skip
-RELATIVE, ABSOLUTE = 1e-6, 1e-12  # differences that rounding explains
-FACTOR = 2.0  # of the largest distance between two published seeds
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-12  # differences that rounding explains
+SPREAD_FACTOR = 2.0  # of the largest distance between two published seeds
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How one run compares; `detail` says where it departs, and by how much."""
+    """The result of a comparison; `detail` says where the first difference is and how large."""
 
     run: Run
-    kind: str
+    level: str
     detail: str = ""
-    gap: float = 0.0  # relative, where it departs
+    gap: float = 0.0  # relative, at the first difference
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return f"{self.level}: {self.detail}" if self.detail else self.level
 
 
 def compare(run: Run) -> Agreement | None:
-    """How a finished run of this results folder compares; None if it is not published."""
+    """Compare a finished run of this results folder; return None if it is not published."""
     twin = run.twin
     if twin is None or run.source is twin or not run.done:
         return None
     if run.status != twin.status:
-        detail = f"it {run.status}, the published one {twin.status}"
+        detail = f"status {run.status}, published {twin.status}"
         return Agreement(run, DIFFERENT, detail, math.inf)
     mine, theirs = (table.set_index("step") for table in (run.metrics(), twin.metrics))
     if mine.index.tolist() != theirs.index.tolist():
         ends = [
             f"{len(table)} records up to step {table.index.max():,}" for table in (mine, theirs)
         ]
-        return Agreement(run, DIFFERENT, f"{ends[0]}, the published one has {ends[1]}", math.inf)
+        return Agreement(run, DIFFERENT, f"{ends[0]}, published {ends[1]}", math.inf)
     seeds = archive.seeds_of(run.published_runs, run.setting)
     curves = [seed.metrics.set_index("step") for seed in seeds]
     return Agreement(run, *compare_metrics(mine, theirs, curves))
@@ -57,7 +57,7 @@ def compare(run: Run) -> Agreement | None:
 def compare_metrics(
     mine: pd.DataFrame, theirs: pd.DataFrame, seeds: Sequence[pd.DataFrame]
 ) -> tuple[str, str, float]:
-    """Kind, detail and relative gap; `seeds` are all published runs of the setting."""
+    """Return level, detail and relative gap; `seeds` are all published runs of the setting."""
     mine, theirs = (table.dropna(axis=1, how="all") for table in (mine, theirs))
     names = sorted(mine.columns)
     if names != sorted(theirs.columns):
@@ -68,10 +68,9 @@ def compare_metrics(
     if same.all():
         return IDENTICAL, "", 0.0
     relative = relative_gap(a, b)
-    close = same | (relative <= RELATIVE)
+    close = same | (relative <= RELATIVE_TOLERANCE)
     if close.all():
-        largest = float(relative.max())
-        return ROUNDING, f"largest relative difference {largest:.1e}", largest
+        return ROUNDED, describe_rounding(largest := float(relative.max())), largest
     row = int(np.argmin(close.all(axis=1)))
     column = int(np.argmax(relative[row]))
     gap = float(relative[row, column])
@@ -79,49 +78,58 @@ def compare_metrics(
         f"{names[column]} at step {mine.index[row]:,} is {a[row, column]:.7g}, published "
         f"{b[row, column]:.7g} ({100 * gap:.2g} %)"
     )
-    # Trainings that rounding has driven apart never meet again.
+    # Two trainings that differ by rounding diverge and never have equal rows again.
     returns = same[row + 1 :].all(axis=1).any()
     near = np.isfinite(relative).all() and all(is_near(n, mine, theirs, seeds) for n in names)
-    return (SPREAD if near and not returns else DIFFERENT), detail, gap
+    return (WITHIN_SPREAD if near and not returns else DIFFERENT), detail, gap
+
+
+def describe_rounding(largest: float) -> str:
+    if largest == 0.0:  # every difference is within the absolute tolerance
+        return f"absolute differences of at most {ABSOLUTE_TOLERANCE:g}"
+    return f"largest relative difference {largest:.1e}"
 
 
 def relative_gap(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each pair; 0 where rounding explains it or both are NaN, inf where one is no number."""
+    """Return |a − b| / max(|a|, |b|) of each pair.
+
+    It is 0 within the absolute tolerance or if both are NaN, and inf if one alone is NaN or inf.
+    """
     both = np.isfinite(a) & np.isfinite(b)
     with np.errstate(all="ignore"):
         gap, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-        relative = np.where(both, np.where(gap > ABSOLUTE, gap / size, 0.0), np.inf)
+        relative = np.where(both, np.where(gap > ABSOLUTE_TOLERANCE, gap / size, 0.0), np.inf)
     return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, relative)
 
 
 def is_near(
     name: str, mine: pd.DataFrame, theirs: pd.DataFrame, seeds: Sequence[pd.DataFrame]
 ) -> bool:
-    """Whether two curves of a metric are as near to each other as those of the published seeds."""
+    """Return whether two curves of a metric are as close as those of the published seeds."""
     curves = [seed[name] for seed in seeds if name in seed]
     limit = max((distance(x, y) for x, y in combinations(curves, 2)), default=0.0)
-    return distance(mine[name], theirs[name]) <= FACTOR * limit
+    return distance(mine[name], theirs[name]) <= SPREAD_FACTOR * limit
 
 
 def distance(x: pd.Series, y: pd.Series) -> float:
-    """Mean absolute difference over the steps that both have."""
+    """Return the mean absolute difference over the steps that both have."""
     gaps = (x - y).abs().dropna()
     return float(gaps.mean()) if len(gaps) else 0.0
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """One line on all of these runs that are published too; empty if none is."""
+    """Return one line on the runs that are also published; empty if none is."""
     found = [agreement for run in runs if (agreement := compare(run)) is not None]
     if not found:
         return ""
     parts = []
-    for kind in KINDS:
-        members = [agreement for agreement in found if agreement.kind == kind]
+    for level in LEVELS:
+        members = [agreement for agreement in found if agreement.level == level]
         if members:
             worst = max(members, key=lambda agreement: agreement.gap)
-            name = f"{worst.run.name}: " if kind in (SPREAD, DIFFERENT) else ""
+            name = f"{worst.run.name}: " if level in (WITHIN_SPREAD, DIFFERENT) else ""
             detail = f" ({name}{worst.detail})" if worst.detail else ""
-            parts.append(f"{len(members)} {kind}{detail}")
+            parts.append(f"{len(members)} {level}{detail}")
     unknown = sum(run.twin is None for run in runs)
     new = f"; {unknown} not published" if unknown else ""
     return f"compared with the published runs: {', '.join(parts)}{new}"

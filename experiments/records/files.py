@@ -5,44 +5,43 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
-
+from filelock import FileLock, Timeout
 
 LOCK = ".lock"
 
 
 class WriteError(OSError):
-    """A record that cannot be written. One line: which file, what is wrong, the cure."""
+    """A file that cannot be written. One line: which file, what is wrong, how to fix it."""
 
 
 @contextmanager
 def locked(folder: Path, announce: Callable[[str], None] | None = None) -> Iterator[bool]:
-    """Whether this process alone may write to the folder; with `announce`, wait until it may.
+    """Hold the lock of a folder; yield whether it is held. With `announce`, wait until it is.
 
-    The system takes the lock from a process that ends, however it ends.
+    The operating system releases the lock of a process that ends, also of a killed one.
     """
-    with told(folder):
+    lock = FileLock(folder / LOCK, fallback_to_soft=False)  # a soft lock outlives a killed process
+    with reporting_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if announce is None:
-                yield False
-                return
-            announce(f"waiting for another process that is training it: {folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield True
+        with suppress(Timeout):
+            lock.acquire(blocking=False)
+    if announce is not None and not lock.is_locked:
+        announce(f"waiting for another process that has locked {folder}")
+        lock.acquire()
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock; asked without writing, for a folder may be read-only."""
+    """Return whether a process holds the lock of a folder.
+
+    filelock opens the file for writing, which fails in a read-only folder; a shared lock does not.
+    """
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -58,15 +57,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    """Write a file so that a reader sees the old content or the new content, never a part."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with told(path):
+    with reporting_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with draft.open("wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())  # before the name, which must never be that of a torn file
+                os.fsync(file.fileno())  # before the rename, so that the name never has half a file
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -74,7 +73,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
-    """Write a file unless it has this content already; return whether it was written."""
+    """Write a file unless it already has this content; return whether it was written."""
     if path.exists() and path.read_bytes() == content:
         return False
     write_bytes(path, content)
@@ -82,18 +81,18 @@ def write_if_changed(path: Path, content: bytes) -> bool:
 
 
 def remove_drafts(folder: Path) -> None:
-    """What write_bytes left in processes that were killed; only for whoever holds the lock."""
+    """Remove what write_bytes left in killed processes; call it with the lock held."""
     for draft in folder.glob(".*.*.[0-9]*"):
         draft.unlink()
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """A full or read-only disk is told in one line, with the file and the cure."""
+def reporting_write_errors(path: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into one line: which file, what is wrong, how to fix it."""
     try:
         yield
     except OSError as error:
         raise WriteError(
-            f"{path} cannot be written ({error.strerror or error}): mend that or name another "
-            "folder with results=…; what was there is kept, and the same command goes on"
+            f"{path} cannot be written ({error.strerror or error}): fix that or set another folder "
+            "with results=…, then rerun the same command to resume"
         ) from error

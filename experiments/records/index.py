@@ -1,4 +1,4 @@
-"""The index of runs, runs.csv: what was trained, where, how it ended, which products it serves."""
+"""The index of runs, runs.csv: settings, status, provenance, and the products that use each run."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from experiments.records.files import write_text
 from experiments.records.run import Run
 
 Rows = dict[str, dict[str, str]]
-COLUMNS = (
+INDEX_COLUMNS = (
     "run", "experiment", "optimizer", "settings", "scale", "seed", "status", "seconds", "metrics",
     "started", "commit", "machine", "versions", "records", "serves", "command",
 )  # fmt: skip
-WITHOUT = "no"  # records: a row that was published before records were
+WITHOUT = "no"  # in the column `records`: the row was published before records were kept
 
 
-def update(path: Path, product: str, runs: Sequence[Run], products: Collection[str]) -> None:
-    """Bring the rows of a product's runs up to date; `product` is one of `products`: figure-03."""
-    before = read(path)
-    rows = released(before, {*products} - {product})
+def update_index(path: Path, product: str, runs: Sequence[Run], products: Collection[str]) -> None:
+    """Update the rows of a product's runs; `product` is one of `products`, such as figure-03."""
+    before = read_index(path)
+    rows = serving_only(before, {*products} - {product})
     for run in runs:
         name = name_of(run)
         if run.done:
-            rows[name] = row_of(run) | {"serves": rows.get(name, {}).get("serves", "")}
+            rows[name] = index_row(run) | {"serves": rows.get(name, {}).get("serves", "")}
         if name in rows:
             rows[name] = serving(rows[name], product)
     rows = {name: row for name, row in rows.items() if row["serves"]}
     if rows != before:
-        write(path, rows)
+        write_index(path, rows)
 
 
 def name_of(run: Run) -> str:
-    """Which run it is: its folder below results/runs."""
+    """Return the folder of a run below results/runs."""
     return f"{run.config.experiment}/{run.entry}"
 
 
-def released(rows: Rows, products: Collection[str]) -> Rows:
-    """The rows as they serve these products alone."""
+def serving_only(rows: Rows, products: Collection[str]) -> Rows:
+    """Return the rows with every other product removed from `serves`."""
     return {
         name: row | {"serves": " ".join(p for p in row["serves"].split() if p in products)}
         for name, row in rows.items()
@@ -52,8 +52,8 @@ def serving(row: dict[str, str], product: str) -> dict[str, str]:
     return row | {"serves": " ".join(sorted({*row["serves"].split(), product}))}
 
 
-def row_of(run: Run) -> dict[str, str]:
-    """The row of a run that is done."""
+def index_row(run: Run) -> dict[str, str]:
+    """Return the row of a finished run."""
     config, info = run.config, run.info
     machine, versions = info["machine"], info["versions"]
     return {
@@ -67,7 +67,7 @@ def row_of(run: Run) -> dict[str, str]:
         "seconds": f"{info['seconds']:.1f}",
         "metrics": last_metrics(run.metrics()),
         "started": info["started"],
-        "commit": shortened(info["commit"]),
+        "commit": short_commit(info["commit"]),
         "machine": f"{machine['processor']}, {machine['cores']} cores",
         "versions": f"Python {machine['python']}, torch {versions['torch']}",
         "records": "yes",
@@ -75,8 +75,8 @@ def row_of(run: Run) -> dict[str, str]:
     }
 
 
-def shortened(commit: str | None) -> str:
-    """Twelve digits, and the mark of a changed checkout."""
+def short_commit(commit: str | None) -> str:
+    """Return twelve digits, and the suffix of a checkout with changes."""
     digits, _, mark = str(commit).partition("-")
     return digits[:12] + (f"-{mark}" if mark else "")
 
@@ -88,24 +88,24 @@ def settings(optimizer: Mapping[str, Any]) -> str:
 
 
 def last_metrics(metrics: pd.DataFrame, most: int = 8) -> str:
-    """The last number of each metric, of the first few if there are many."""
+    """Return the last value of the first `most` metrics."""
     ends = {name: metrics[name].dropna() for name in metrics.columns if name != "step"}
     words = [f"{name}={values.iloc[-1]:.5g}" for name, values in ends.items() if len(values)]
     return " ".join([f"step={metrics['step'].iloc[-1]}", *words[:most]])
 
 
-def read(path: Path) -> Rows:
+def read_index(path: Path) -> Rows:
     return read_rows(path, "run")
 
 
 def read_rows(path: Path, key: str) -> Rows:
-    """A csv as texts, by the column that names its rows; empty if there is none."""
+    """Return a csv as strings, by the column that names its rows; empty if it does not exist."""
     if not path.exists():
         return {}
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     return {str(r[key]): {str(k): str(v) for k, v in r.items()} for r in table.to_dict("records")}
 
 
-def write(path: Path, rows: Rows) -> None:
+def write_index(path: Path, rows: Rows) -> None:
     ordered = [rows[name] for name in sorted(rows)]
-    write_text(path, pd.DataFrame(ordered, columns=COLUMNS).to_csv(index=False))
+    write_text(path, pd.DataFrame(ordered, columns=INDEX_COLUMNS).to_csv(index=False))

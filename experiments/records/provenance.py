@@ -1,4 +1,4 @@
-"""Where a number comes from: commit, machine and package versions."""
+"""Provenance of a run: commit, machine and package versions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.config.paths import ROOT
-
-if TYPE_CHECKING:
-    pass
-
 
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 
 
 @cache
 def commit() -> str | None:
-    """The commit of the code that runs, marked if the code differs from it."""
+    """Return the commit of the running code, with -dirty if the code has uncommitted changes."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -38,16 +34,16 @@ def commit() -> str | None:
 def machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
-        "processor": processor(),  # its kernels decide the last digits
+        "processor": processor(),  # the kernels chosen for it affect the last digits
         "cores": os.cpu_count(),
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),  # of this run, by torchrun
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),  # started by torchrun
         "python": sys.version.split()[0],
     }
 
 
 @cache
 def processor() -> str:
-    """AMD EPYC 7B13"""
+    """Return the name of the processor, such as AMD EPYC 7B13."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Record: what a run leaves behind, metrics.csv and run.json.
+"""Record: the files that a run writes, metrics.csv and run.json.
 
-The csv is the truth; trackers get a copy of it.
+metrics.csv is the source of truth; trackers get a copy of it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pandas as pd
 
 from experiments.config.schema import Config
-
-if TYPE_CHECKING:
-    pass
 from experiments.records import provenance
-from experiments.records.files import is_locked, remove_drafts, told, write_bytes, write_text
+from experiments.records.files import (
+    is_locked,
+    remove_drafts,
+    reporting_write_errors,
+    write_bytes,
+    write_text,
+)
+from experiments.records.status import Status
 from experiments.records.tracking import Mirror
-
-FINAL = ("finished", "diverged")  # how a run ends that is not to be trained again
 
 METRICS, INFO = "metrics.csv", "run.json"
 
-KILLED = "its process was ended from outside; was there memory enough?"
+KILLED = "the process was killed (out of memory?)"
 
-COLUMNS = ("step", "metric", "value")
+METRICS_COLUMNS = ("step", "metric", "value")
 
 
 class Record:
-    """The append-only log of one run, as a context that always says how it ended.
+    """The append-only log of one run: a context manager that always records how the run ended.
 
     >>> with Record(folder, config) as record:
     ...     record.log(100, {"theta": -0.5})
-    ...     record.status = "finished"
+    ...     record.status = Status.FINISHED
     """
 
     def __init__(
         self, folder: Path, config: Config, command: str = "", tags: Sequence[str] = ()
     ) -> None:
         self.folder, self.config, self.command, self.tags = folder, config, command, list(tags)
-        self.status, self.step = "interrupted", 0
+        self.status, self.step = Status.INTERRUPTED, 0
         self.files: dict[str, bytes] = {}
-        self.about: dict[str, Any] = {}  # what else run.json is to say
+        self.about: dict[str, Any] = {}  # more keys of run.json
 
     def __enter__(self) -> Self:
         self.started, self.begun = time.time(), time.monotonic()
@@ -59,17 +61,17 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(self.folder)
         if not is_final(self.folder):
-            self.write_info("running")
-        # A draft of its own: a finished record stays whole until another one is finished.
+            self.write_info(Status.RUNNING)
+        # Write to a draft: a finished record stays valid until another one is finished.
         self.draft = self.folder / f".{METRICS}"
         self.file = self.draft.open("w+", newline="")
         self.rows = csv.writer(self.file, lineterminator="\n")
-        self.rows.writerow(COLUMNS)
+        self.rows.writerow(METRICS_COLUMNS)
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What was written so far: a checkpoint and its metrics cannot disagree."""
-        with told(self.draft):
+        """Return what was written so far, so that a checkpoint and its metrics always agree."""
+        with reporting_write_errors(self.draft):
             self.file.seek(0)
         return {"metrics": self.file.read(), "step": self.step, "seconds": self.seconds}
 
@@ -79,23 +81,23 @@ class Record:
         self.file.truncate()
         self.file.write(state["metrics"])
         written = csv.DictReader(state["metrics"].splitlines())
-        for step, rows in groupby(written, key=itemgetter("step")):  # W&B begins anew
+        for step, rows in groupby(written, key=itemgetter("step")):  # a new W&B run needs all
             self.mirror.log(int(step), {row["metric"]: float(row["value"]) for row in rows})
 
     @property
     def seconds(self) -> float:
-        """Of all processes that took part; a clock that is set does not change it."""
+        """Training time over all restarts; monotonic, so changes of the clock do not matter."""
         return time.monotonic() - self.begun
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one value per metric; `step` is the x axis of all of them."""
+        """Append one value per metric; `step` is their x axis."""
         self.step = step
-        # repr keeps every bit, so that equal runs give equal files.
+        # repr() is exact, so that equal runs write equal files.
         self.rows.writerows((step, name, repr(float(value))) for name, value in metrics.items())
         self.mirror.log(step, metrics)
 
     def keep(self, files: Mapping[str, bytes]) -> None:
-        """Files of these names beside the metrics, written when they are."""
+        """Add files that are written next to metrics.csv when the record is closed."""
         self.files |= files
 
     def __exit__(
@@ -105,18 +107,18 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, Exception):
-            self.status = "failed"
+            self.status = Status.FAILED
         try:
             self.close(error)
         finally:
-            self.mirror.finish(failed=self.status != "finished")
+            self.mirror.finish(failed=self.status != Status.FINISHED)
 
     def close(self, error: BaseException | None) -> None:
-        """Put the new record in the place of the old one, unless that is worth more."""
-        with told(self.draft), self.file:
+        """Replace the old record by the new one, unless only the old one is final."""
+        with reporting_write_errors(self.draft), self.file:
             self.file.flush()
-            os.fsync(self.file.fileno())  # run.json must not call a torn file finished
-        if self.status not in FINAL and is_final(self.folder):
+            os.fsync(self.file.fileno())  # before run.json says that the file is complete
+        if not self.status.is_final and is_final(self.folder):
             self.draft.unlink()
             return
         self.draft.replace(self.folder / METRICS)
@@ -125,18 +127,18 @@ class Record:
             self.mirror.keep(self.folder / name)
         self.write_info(self.status, error=repr(error) if error else None)
 
-    def note_failure(self, error: BaseException) -> None:
-        """Word of a run that failed before it could begin, so that its status tells of it."""
+    def note_failure(self, error: str) -> None:
+        """Record a failure before the first step, so that `make status` shows it."""
         self.started, self.begun = time.time(), time.monotonic()
-        self.write_info("failed", error=repr(error))
+        self.write_info(Status.FAILED, error=error)
 
-    def write_info(self, status: str, error: str | None = None) -> None:
-        whole = status != "running" and (self.folder / METRICS).exists()
+    def write_info(self, status: Status, error: str | None = None) -> None:
+        complete = status != Status.RUNNING and (self.folder / METRICS).exists()
         info = {
             "status": status,
             "step": self.step,
             "error": error,
-            "sha256": hash_metrics(self.folder) if whole else None,
+            "sha256": hash_metrics(self.folder) if complete else None,
             "seconds": round(self.seconds, 3),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started)),
             "command": self.command,
@@ -149,21 +151,21 @@ class Record:
         write_text(self.folder / INFO, json.dumps(info, indent=2, ensure_ascii=False) + "\n")
 
 
-def status_of(folder: Path) -> str:
-    """missing, running, killed, interrupted, failed, diverged or finished."""
-    status = str(read_info(folder).get("status", "missing"))
-    if status == "running" and not is_locked(folder):  # or it has ended in between
-        status = str(read_info(folder).get("status", "missing"))
-        return "killed" if status == "running" else status
+def status_of(folder: Path) -> Status:
+    """Return the status of a run; one that is running although no process trains it was killed."""
+    status = Status.in_info(read_info(folder))
+    if status == Status.RUNNING and not is_locked(folder):
+        status = Status.in_info(read_info(folder))  # its process may have ended in between
+        return Status.KILLED if status == Status.RUNNING else status
     return status
 
 
 def is_final(folder: Path) -> bool:
-    return read_info(folder).get("status") in FINAL and (folder / METRICS).exists()
+    return Status.in_info(read_info(folder)).is_final and (folder / METRICS).exists()
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """run.json, or an empty dict if there is none that can be read."""
+    """Return run.json, or an empty dict if it is missing or invalid."""
     try:
         info = json.loads((folder / INFO).read_text())
     except (FileNotFoundError, ValueError):
@@ -172,18 +174,18 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """metrics.csv with a row per step and a column per metric."""
+    """Return metrics.csv with one row per step and one column per metric."""
     expected = read_info(folder).get("sha256")
     if expected is not None and expected != hash_metrics(folder):
         raise OSError(
-            f"{folder / METRICS} is altered or cut short: delete it, and the same command "
-            "trains the run again"
+            f"checksum mismatch in {folder / METRICS}: delete the file and rerun the same command "
+            "to train the run again"
         )
     return read_table(folder / METRICS, (folder / METRICS).stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=512)  # a figure and each of its claims ask for the same
-def read_table(path: Path, changed: int) -> pd.DataFrame:
+@lru_cache(maxsize=512)  # a figure and each of its claims read the same files
+def read_table(path: Path, mtime: int) -> pd.DataFrame:
     long = pd.read_csv(path)
     wide = long.pivot(index="step", columns="metric", values="value")
     return wide.reset_index().rename_axis(columns=None)

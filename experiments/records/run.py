@@ -1,4 +1,4 @@
-"""Run: the identity of one training, where its record is, and its status."""
+"""Run: the identity of one training, the place of its record, and its status."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from experiments.config.errors import ConfigError
 from experiments.config.schema import PARTS, Config, leaves
 from experiments.records import archive, record
 from experiments.records.archive import Published
+from experiments.records.status import Status
 
-NAMES = {"experiment", "optimizer_name", "scale"}  # chosen by name, not given as a value
+GROUPS_BY_NAME = {"experiment", "optimizer_name", "scale"}  # config groups, not values
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Which run it is, wherever it is kept."""
+        """The run in words, independent of its folder."""
         return f"{self.config.experiment} {self.config.digest()} seed {self.config.seed}"
 
     @property
     def setting(self) -> str:
-        """What its seeds share: adam-0cd7570d"""
+        """What its seeds share, such as adam-0cd7570d."""
         return self.folder.parent.name
 
     @property
     def entry(self) -> str:
-        """Which run of its experiment it is: adam-0cd7570d/seed=0"""
+        """Its name within the experiment, such as adam-0cd7570d/seed=0."""
         return f"{self.setting}/{self.folder.name}"
 
     @property
@@ -60,12 +61,12 @@ class Run:
 
     @property
     def published_runs(self) -> archive.Runs:
-        """All that are published of its experiment."""
+        """All published runs of its experiment."""
         return archive.load(self.config.published, self.config.experiment)
 
     @property
     def source(self) -> Path | Published | None:
-        """Where its record comes from, as `records` says: its folder, or the published ones."""
+        """The place of its record, chosen by `records`: its folder or the published records."""
         wanted = self.config.records
         if wanted == "own" or (wanted == "all" and record.is_final(self.folder)):
             return self.folder
@@ -81,40 +82,45 @@ class Run:
         return {}
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         match self.source:
             case Published() as twin:
                 return twin.status
             case Path() as folder:
                 return record.status_of(folder)
-        return "missing"
+        return Status.MISSING
 
     @property
     def done(self) -> bool:
         source = self.source
         return record.is_final(source) if isinstance(source, Path) else source is not None
 
+    @property
+    def needs_training(self) -> bool:
+        return self.config.force or not self.done
+
     def metrics(self) -> pd.DataFrame:
         source = self.source
         return source.metrics if isinstance(source, Published) else record.read_metrics(self.folder)
 
     def command(self) -> str:
-        """The shortest command line that makes this run."""
+        """Return the shortest command line that trains this run."""
         return shlex.join(["python", "run.py", *self.words()])
 
     def words(self) -> list[str]:
+        """Return the overrides of that command line."""
         c = self.config
         names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
-        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMES))
+        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - GROUPS_BY_NAME))
         try:
             plain = leaves(cached_config(names).identity())
-        except ConfigError:  # no tuned values for this pair, so the optimizer's were given by hand
+        except ConfigError:  # no tuned values for this pair, so its settings are overrides
             own = {k: v for k, v in values.items() if k.startswith("optimizer.")}
             usual = leaves(cached_config((*names, *map(given, own, own.values()))).identity())
             plain = {k: v for k, v in usual.items() if k not in own}
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
         more = [given(k, v, "" if k in plain else "++") for k, v in changed.items()]
-        gone = [without(k, c) for k in plain if k not in values and k not in NAMES]
+        gone = [without(k, c) for k in plain if k not in values and k not in GROUPS_BY_NAME]
         return [*names, *more, *dict.fromkeys(gone), f"seed={c.seed}"]
 
     def with_seed(self, seed: int) -> Run:
@@ -125,23 +131,23 @@ Groups = Mapping[str, Sequence[Run]]
 
 
 def all_runs(groups: Groups) -> list[Run]:
-    """Every run once, although several names may share it."""
+    """Return every run once, even if several groups share it."""
     return list({run.folder: run for runs in groups.values() for run in runs}.values())
 
 
 def typed(key: str) -> str:
-    """A key as it is typed: the parts of a task stand at the top."""
+    """Return a key as typed on the command line: the parts of a task are top-level keys."""
     short = key.removeprefix("task.")
     return short if short.split(".")[0] in PARTS else key
 
 
 def given(key: str, value: Any, plus: str = "++") -> str:
-    """A word of the command line."""
+    """Return an override that sets a value."""
     return f"{plus}{typed(key)}={json.dumps(value, separators=(',', ':'))}"
 
 
 def without(key: str, config: Config) -> str:
-    """The word that takes a value away, or all of which it is a part."""
+    """Return an override that removes a value, or the group that contains it."""
     top = key.split(".")[0]
     return f"{top}=null" if getattr(config, top) is None else f"~{typed(key)}"
 

@@ -1,4 +1,4 @@
-"""The copy of a record that goes to W&B. No other module imports wandb."""
+"""Copies records to W&B. No other module imports wandb."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config, Tracking
+from experiments.records.provenance import commit
 
 if TYPE_CHECKING:
     import wandb
-from experiments.records.provenance import commit
 
 
 class Mirror:
-    """A W&B run, or nothing at all when tracking is off."""
+    """A W&B run; does nothing if tracking is off."""
 
     def __init__(self, run: wandb.Run | None) -> None:
         self.run = run
@@ -34,7 +34,7 @@ class Mirror:
         return cls.start(
             config.tracking,
             config.results,
-            group=f"{config.experiment} {folder.parent.name}",  # a setting: its runs are the seeds
+            group=f"{config.experiment} {folder.parent.name}",  # a setting; its runs are the seeds
             job_type=config.optimizer_name,
             name=f"{folder.parent.name}-seed{config.seed}",
             tags=list(tags),
@@ -59,7 +59,7 @@ class Mirror:
                 console="off",
                 x_save_requirements=False,
                 disable_code=True,
-                disable_git=True,  # the address of a remote can hold a token
+                disable_git=True,  # the URL of a remote can contain a token
             ),
         }
         try:
@@ -67,10 +67,10 @@ class Mirror:
         except wandb.errors.Error as error:
             if tracking.mode == "online":
                 raise ConfigError(
-                    f"tracking=online: W&B says: {error}; log in with `wandb login`, "
-                    "or use tracking=offline"
+                    f"tracking=online failed: {error}; log in with `wandb login`, "
+                    "or set tracking=offline"
                 ) from error
-            print(f"W&B cannot be reached ({error}); this run is kept offline", file=sys.stderr)
+            print(f"W&B is not available ({error}); this run is tracked offline", file=sys.stderr)
             return cls(wandb.init(mode="offline", **settings))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -82,11 +82,11 @@ class Mirror:
         self.run.log({"step": step, **metrics})
 
     def keep(self, path: Path) -> None:
-        """A picture can be looked at on W&B's page of the run, any other file be loaded there."""
+        """Log an image to the page of the run; upload any other file."""
         if path.suffix == ".png":
             self.log_image(path.stem, path)
         elif self.run is not None:
-            copy = shutil.copy(path, self.run.dir)  # W&B would take a link, and warn of it
+            copy = shutil.copy(path, self.run.dir)  # W&B would make a link and warn
             self.run.save(copy, base_path=self.run.dir, policy="now")
 
     def log_image(self, name: str, path: Path) -> None:
@@ -96,31 +96,31 @@ class Mirror:
             self.run.log({name: wandb.Image(str(path))})
 
     def finish(self, failed: bool = False) -> None:
-        # Inside the job: otherwise all jobs of a multirun land in one W&B run.
+        # Call it inside the job: otherwise all jobs of a sweep share one W&B run.
         if self.run is not None:
             self.run.finish(exit_code=int(failed))
 
 
 def is_tracked(config: Config) -> bool:
-    """A smoke run is not, unless it is asked for: W&B would take longer than the run."""
+    """Return whether a run is tracked; `auto` skips smoke runs: W&B would take longer than they."""
     return config.tracking.mode not in ("off", *["auto"] * (config.scale == "smoke"))
 
 
 def decide_mode(wanted: str) -> Any:
-    """What W&B calls the mode: `auto` is online for somebody who is logged in, else offline."""
+    """Return the mode for wandb.init; `auto` is online after `wandb login`, else offline."""
     if wanted != "auto":
         return wanted
     asked = os.environ.get("WANDB_MODE")
     if asked:
         modes = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
         if asked not in modes:
-            raise ConfigError(f"WANDB_MODE={asked} is unknown: use one of {', '.join(modes)}")
+            raise ConfigError(f"WANDB_MODE={asked} is unknown: expected one of {', '.join(modes)}")
         return modes[asked]
     return "online" if logged_in() else "offline"
 
 
 def logged_in() -> bool:
-    """Whether W&B has a key, in the environment or where `wandb login` puts it."""
+    """Return whether W&B has an API key, in the environment or in a netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     import wandb
@@ -137,16 +137,16 @@ def logged_in() -> bool:
 
 
 def account(tracking: Tracking) -> str:
-    """The W&B account that runs go to."""
+    """Return the W&B account of the runs."""
     if not logged_in():
-        raise ConfigError("W&B is not to be reached without an account: wandb login")
+        raise ConfigError("W&B needs an account: log in with `wandb login`")
     import wandb
 
     return tracking.entity or str(wandb.Api().default_entity)
 
 
 def publish_figure(config: Config, name: str, image: Path) -> None:
-    """Send a finished figure to W&B as an image."""
+    """Upload a figure to W&B as an image."""
     if not is_tracked(config):
         return
     mirror = Mirror.start(

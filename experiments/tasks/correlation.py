@@ -1,4 +1,4 @@
-"""What the gradients of the perceptron on MNIST have to do with each other, and with v (App. C)."""
+"""Correlations of a perceptron's gradients on MNIST with each other and with v (Appendix C)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from experiments.tasks.mnist import LinearClassifier
 
 
 @dataclass
-class Look(Step):
-    """A step at which the parameters stay: the gradient of one of them, and no update."""
+class FrozenStep(Step):
+    """A step that computes the gradient of one parameter and updates nothing."""
 
     parameter: Parameter
 
@@ -33,8 +33,8 @@ class Look(Step):
 
 
 @dataclass
-class FirstWatched(Step):
-    """A step before which a watch is set on the optimizer."""
+class WatchedStep(Step):
+    """A step that calls `watch` with the optimizer first."""
 
     watch: Callable[[torch.optim.Optimizer], None]
 
@@ -44,12 +44,12 @@ class FirstWatched(Step):
 
 
 class GradientCorrelation(LinearClassifier):
-    """Tables 1 to 4: trains for some steps, then measures on the gradients of those that follow.
+    """Tables 1 to 4: train for `training` steps, then measure the gradients of later steps.
 
-    The gradients are those of the weight between the two hidden layers. While training, v already
-    runs; with `frozen` the parameters then stay, else training goes on. With `unit` every gradient
-    is divided by its norm before it is looked at, so that its size can tell nothing. Where all
-    images of a batch are beyond doubt it is exactly 0, and stays so.
+    The gradients are those of the weight between the two hidden layers. v is updated from the
+    first step on. While measuring, the parameters stay fixed if `frozen`, else training continues.
+    With `unit` every gradient is divided by its norm, so that its size carries no information; a
+    gradient of exactly 0, of a batch that is classified with certainty, stays 0.
     """
 
     def __init__(
@@ -67,18 +67,19 @@ class GradientCorrelation(LinearClassifier):
         super().__init__(seed=seed, device=device, **classifier)
         self.training, self.frozen, self.unit, self.done = training, frozen, unit, 0
         self.weight = between_hidden_layers(self.net.weights)
-        draw = generator(seed, "noise")
-        self.study = CorrelationStudy(self.weight.shape, lags, beta2s, pairs, draw, device=device)
+        source = generator(seed, "noise")
+        shape = self.weight.shape
+        self.study = CorrelationStudy(shape, lags, beta2s, pairs, source, device=device)
 
     def steps(self) -> Iterator[Step]:
         for step in super().steps():
-            stays = self.frozen and self.done >= self.training
-            yield Look(step.player, step.loss, self.weight) if stays else step
+            frozen = self.frozen and self.done >= self.training
+            yield FrozenStep(step.player, step.loss, self.weight) if frozen else step
 
     def after_step(self) -> None:
         assert self.weight.grad is not None
-        show = self.study.warm_up if self.done < self.training else self.study.update
-        show(of_size_1(self.weight.grad) if self.unit else self.weight.grad)
+        add = self.study.warm_up if self.done < self.training else self.study.update
+        add(unit_norm(self.weight.grad) if self.unit else self.weight.grad)
         self.done += 1
 
     def evaluate(self) -> dict[str, float]:
@@ -94,8 +95,8 @@ class GradientCorrelation(LinearClassifier):
         self.study.load_state_dict(state["study"])
 
 
-def of_size_1(g: Tensor) -> Tensor:
-    """Divided by its norm, in two steps: the squares of small numbers would be 0."""
+def unit_norm(g: Tensor) -> Tensor:
+    """Divide by the norm, after scaling: squares of small numbers would underflow to 0."""
     tiny = torch.finfo(g.dtype).tiny
     g = g / g.abs().max().clamp_min(tiny)
     return g / g.norm().clamp_min(tiny)
@@ -104,16 +105,16 @@ def of_size_1(g: Tensor) -> Tensor:
 def between_hidden_layers(weights: list[Parameter]) -> Parameter:
     if len(weights) != 3:
         raise ValueError(
-            f"hidden has {len(weights) - 1} widths; the gradients are those of the weight between "
-            "two hidden layers: give 2, as in hidden=[256,256]"
+            f"hidden has {len(weights) - 1} widths; expected 2, because the weight between two "
+            "hidden layers is measured: set for example task.hidden=[256,256]"
         )
     return weights[1]
 
 
 def metrics(rows: list[CorrelationSummary]) -> dict[str, float]:
-    """Every mean and spread over elements; `largest` is the largest size of a mean over the lags.
+    """Return means and standard deviations over elements; `largest` is the largest |mean| of n > 0.
 
-    non/beta2=0.9/n=0 is Adam's number: its v contains g_t.
+    non/beta2=0.9/n=0 is Adam's value: its v contains g_t.
     """
     found, sizes = dict[str, float](), dict[str, float]()
     for row in rows:
@@ -126,13 +127,13 @@ def metrics(rows: list[CorrelationSummary]) -> dict[str, float]:
 
 
 class MnistNetUpdate(LinearClassifier):
-    """Section 3.3 in a real training: what the probe says of large gradients against small ones.
+    """Section 3.3 in a real training: the probe compares large gradients with small ones.
 
-    `watch_after` steps pass first, in which v rises from 0.
+    The probe starts after `watch_after` steps, in which v rises from 0.
     """
 
     probe: DecorrelationProbe | None = None
-    found: dict[str, Any] | None = None  # by the probe, before the training was interrupted
+    found: dict[str, Any] | None = None  # the probe's state when the training was interrupted
 
     def __init__(self, watch_after: NonNegativeInt, **classifier: Any) -> None:
         super().__init__(**classifier)
@@ -142,7 +143,7 @@ class MnistNetUpdate(LinearClassifier):
         for step in super().steps():
             first = self.done >= self.watch_after and self.probe is None
             self.done += 1
-            yield FirstWatched(step.player, step.loss, self.watch) if first else step
+            yield WatchedStep(step.player, step.loss, self.watch) if first else step
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         layers = range(1, len(self.net.weights) + 1)
@@ -161,7 +162,7 @@ class MnistNetUpdate(LinearClassifier):
 
     def evaluate(self) -> dict[str, float]:
         found = super().evaluate()
-        # What is not known yet is no divergence, which the losses would show.
+        # NaN means that the probe has too few steps; it must not count as divergence.
         blocks = self.probe.results() if self.probe else {}
         blocks = {name: value for name, value in blocks.items() if not isnan(value)}
         for quantity in ("correlation", "k_ratio", "k_effect"):

@@ -1,4 +1,4 @@
-"""The online problems on which Adam goes the wrong way: f_t(θ) = g_t θ, and g_t ignores θ."""
+"""The online problems on which Adam moves in the wrong direction: f_t(θ) = g_t θ, g_t given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from adashift.analysis.theory import Array
 from adashift.analysis.trajectory import Chain, Moments, NotLinear, chain_of, parameter_path
-from experiments.task import Step, Stretch, Task
+from experiments.task import CustomStep, Metrics, Step, Task
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Sequential:
 
     def __post_init__(self) -> None:
         if self.d < 1:
-            raise ValueError(f"d is {self.d}; an epoch needs at least 1 step")
+            raise ValueError(f"d is {self.d}; expected an epoch of at least 1 step")
         if self.C <= 0:
-            raise ValueError(f"C is {self.C}; the large gradient must be positive")
+            raise ValueError(f"C is {self.C}; expected a positive number")
 
     @property
     def period(self) -> int:
         return self.d
 
     def gradients(self, start: int, count: int, rng: np.random.Generator) -> Array:
-        """g_t for t = start+1 … start+count."""
+        """Return g_t for t = start+1 … start+count."""
         t = np.arange(start, start + count)
         return np.where(t % self.d == 0, self.C, -1.0)
 
@@ -48,7 +48,7 @@ class Stochastic:
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < self.C:
-            raise ValueError(f"delta is {self.delta}; it must lie between 0 and C = {self.C}")
+            raise ValueError(f"delta is {self.delta}; expected a number between 0 and C = {self.C}")
 
     @property
     def period(self) -> int:
@@ -65,21 +65,21 @@ class Stochastic:
 Problem = Sequential | Stochastic
 
 
-def generator(seed: int) -> np.random.Generator:
-    """Draws of a seed: the same for every optimizer, so that they can be compared in pairs."""
+def numpy_generator(seed: int) -> np.random.Generator:
+    """Return the generator of a seed; all optimizers get the same draws, for paired comparison."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
 
 
 class Trajectory(Task):
     """The path of θ from 0, in blocks of steps.
 
-    An optimizer that is a chain of linear filters takes a block at once; any other one is stepped.
-    The metrics of a block: the mean θ and the last one, the mean v and step size that were used,
-    and, on a bounded set, the average regret so far, the same as a share of that of the worst θ,
-    and its excess over the bound ε2 of Theorem 1.
+    An optimizer that is a chain of linear filters takes a block at once; any other optimizer takes
+    its steps one by one. The metrics of a block are the mean θ, the last θ, the mean v and the mean
+    step size. On a bounded set they include the average regret so far (`regret`), its share of the
+    worst θ's regret (`relative_regret`) and its `excess` over the bound ε2 of Theorem 1.
     """
 
-    resumable = False  # it is over in seconds
+    resumable = False  # it takes seconds
 
     def __init__(
         self,
@@ -92,42 +92,42 @@ class Trajectory(Task):
         length: PositiveInt | None = None,
     ) -> None:
         if bounds is not None and not bounds[0] <= 0 <= bounds[1]:
-            raise ValueError(f"bounds are {list(bounds)}; they must enclose the start, 0")
+            raise ValueError(f"bounds are {list(bounds)}; expected an interval around the start, 0")
         self.problem, self.block, self.warm_up, self.bounds = problem, block, warm_up, bounds
         self.length = length
-        self.rng = generator(seed)
+        self.rng = numpy_generator(seed)
         self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64, device=device))
         self.t = 0
         self.chain: Chain | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         self.loss_sum = self.gradient_sum = 0.0
 
     def players(self) -> dict[str, list[torch.nn.Parameter]]:
         return {"theta": [self.theta]}
 
-    def steps(self) -> Iterator[Stretch]:
-        """Blocks; the last one is cut to the length of the run."""
+    def steps(self) -> Iterator[CustomStep]:
+        """Yield blocks; the last one is cut to the length of the run."""
         for start in itertools.count(0, self.block):
             left = self.block if self.length is None else min(self.block, self.length - start)
-            yield Stretch("theta", partial(self.take_block, count=left), left)
+            yield CustomStep("theta", partial(self.take_block, count=left), left)
 
     def take_block(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         if self.t == 0:
-            self.chain = linear(optimizer)
+            self.chain = chain_or_none(optimizer)
             if self.warm_up:
                 self.move(optimizer, self.draw(self.warm_up))
                 self.theta.data.zero_()
         start = self.theta.item()
         g = self.draw(count)
         path, moments = self.move(optimizer, g)
-        self.note(start, path, g, moments)
+        self.summarize(start, path, g, moments)
 
     def draw(self, count: int) -> Array:
         start, self.t = self.t, self.t + count
         return self.problem.gradients(start, count, self.rng)
 
     def move(self, optimizer: torch.optim.Optimizer, g: Array) -> tuple[Array, Moments | None]:
-        """θ after each gradient, and the moments if the optimizer is a chain."""
+        """Return θ after each gradient, and the moments if the optimizer is a chain."""
         if self.chain is None:
             return np.array([self.one_step(optimizer, slope) for slope in g]), None
         moments = self.chain.advance(g)
@@ -144,17 +144,17 @@ class Trajectory(Task):
         if self.bounds is not None:
             self.theta.data.clamp_(*self.bounds)
 
-    def note(self, start: float, path: Array, g: Array, moments: Moments | None) -> None:
+    def summarize(self, start: float, path: Array, g: Array, moments: Moments | None) -> None:
         self.metrics = {"theta": path.mean(), "theta_last": path[-1]}
         if moments is not None:
             self.metrics |= {"v": moments.v.mean(), "step_size": moments.step_size.mean()}
         if self.bounds is not None:
-            before = np.append(start, path[:-1])  # f_t is judged before g_t has moved θ_t
+            before = np.append(start, path[:-1])  # f_t is evaluated at θ_t, before g_t moves it
             self.loss_sum += float((g * before).sum())
             self.gradient_sum += float(g.sum())
             self.metrics |= self.regrets(self.bounds, moments)
 
-    def regrets(self, bounds: tuple[float, float], moments: Moments | None) -> dict[str, float]:
+    def regrets(self, bounds: tuple[float, float], moments: Moments | None) -> Metrics:
         best, worst = sorted(bound * self.gradient_sum for bound in bounds)
         regret = (self.loss_sum - best) / (self.t - self.warm_up)
         found = {"regret": regret}
@@ -165,11 +165,11 @@ class Trajectory(Task):
             found["excess"] = regret - epsilon2
         return found
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         return dict(self.metrics)
 
 
-def linear(optimizer: torch.optim.Optimizer) -> Chain | None:
+def chain_or_none(optimizer: torch.optim.Optimizer) -> Chain | None:
     try:
         return chain_of(optimizer)
     except NotLinear:

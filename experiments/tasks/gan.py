@@ -1,4 +1,4 @@
-"""Critic and generator of images: WGAN-GP, in full or against a fixed generator (Section 5.5)."""
+"""WGAN-GP: critic and generator, or a critic with a fixed generator (Section 5.5)."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from experiments.task import Step, Task
 from experiments.tasks.images import initialised
 
 CENTRE, RANGE = 127.5, 128  # released code: images are (x − 127.5) / 128
-GRID = 8  # images in a row and in a column of samples
+GRID = 8  # rows and columns of sample images
 
 
 class WassersteinGP:
     """The paper's objective: mean D(G(z)) − mean D(x) + weight × mean (slope − 1)².
 
-    Slopes ‖∇D‖ are taken at points between images and generated ones (Gulrajani et al. 2017).
+    Slopes ‖∇D‖ are computed at points between real and generated images (Gulrajani et al. 2017).
     """
 
     def __init__(self, weight: NonNegativeFloat) -> None:
         self.weight = weight
 
     def loss(self, real: Tensor, fake: Tensor) -> Tensor:
-        """What the critic is to minimise, from its scores."""
+        """Return the critic's loss from its scores."""
         return fake.mean() - real.mean()
 
     def points(self, fresh: Tensor) -> Tensor:
-        """Where slopes are taken, given points that were drawn for this step."""
+        """Return the points at which slopes are computed, from points drawn for this step."""
         return fresh
 
     def penalty(self, slopes: Tensor) -> Tensor:
         return self.weight * (slopes - 1).square().mean()
 
     def remember(self, points: Tensor, slopes: Tensor) -> None:
-        """Learn from the last critic step of a round; this objective has no memory."""
+        """Called after the last critic step of a round; this objective remembers nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -59,7 +59,7 @@ class WassersteinGP:
 class MaxGP(WassersteinGP):
     """The released code's objective: log-sigmoid and linear, weight × max slope².
 
-    Half of the points are stored ones: those with the largest slopes when the last round ended.
+    Half of the points are stored: those with the largest slopes at the end of the last round.
     """
 
     stored: Tensor | None = None
@@ -89,15 +89,15 @@ class MaxGP(WassersteinGP):
 
 @dataclass(frozen=True)
 class GanTrainer:
-    """In what portions and turns, and what makes it faster without changing what is computed."""
+    """Batch size, order of steps, and a setting for speed that does not change the maths."""
 
     batch: PositiveInt
-    critic_steps: PositiveInt  # of a round
+    critic_steps: PositiveInt  # per round
     channels_last: bool = False  # memory layout of images and kernels
 
 
 class GAN(Task):
-    """Rounds of `critic_steps` critic steps and a generator step."""
+    """Rounds of `critic_steps` critic steps and one generator step."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class GAN(Task):
         self.noise = generator(seed, "noise")
         self.test_noise = self.draw(len(self.data.test.pixels))
         self.sample_noise = self.draw(GRID**2)
-        self.turn = 0  # steps of this round that were taken
+        self.turn = 0  # steps taken in this round
 
     def players(self) -> dict[str, list[Parameter]]:
         return {
@@ -151,8 +151,8 @@ class GAN(Task):
         return self.objective.loss(*scores.chunk(2)) + self.objective.penalty(slopes)
 
     def generator_loss(self) -> Tensor:
-        """−mean D(G(z)), whichever the critic's objective."""
-        self.critic.requires_grad_(False)  # its gradients would be computed and thrown away
+        """Return −mean D(G(z)), for every objective of the critic."""
+        self.critic.requires_grad_(False)  # saves computing gradients that are not used
         score = self.critic(self.generator(self.draw(self.trainer.batch))).mean()
         self.critic.requires_grad_(True)
         return -score
@@ -162,7 +162,7 @@ class GAN(Task):
         return values.sub_(CENTRE).div_(RANGE)
 
     def draw(self, count: int) -> Tensor:
-        """Noise on the unit sphere, drawn on the CPU: a seed gives the same on every device."""
+        """Draw noise on the unit sphere, on the CPU: a seed gives the same on every device."""
         noise = torch.randn(count, self.dimension, generator=self.noise)
         return F.normalize(noise).to(self.device)
 
@@ -171,7 +171,7 @@ class GAN(Task):
         return self.generator(noise)
 
     def between(self, real: Tensor, fake: Tensor) -> Tensor:
-        """A point on the line from each image to a generated one."""
+        """Return a random point between each real image and a generated one."""
         part = torch.rand(len(real), 1, 1, 1, generator=self.noise).to(self.device)
         return torch.lerp(real, fake, part)
 
@@ -180,7 +180,7 @@ class GAN(Task):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """How far the critic tells test images from generated ones, and how steep it is halfway."""
+        """Return the critic's distance of test and generated images, and its slope halfway."""
         real, fake = self.images(self.data.test.pixels), self.generated(self.test_noise)
         distance = self.critic(real).mean() - self.critic(fake).mean()
         slope = self.slopes((real + fake) / 2).mean()
@@ -192,7 +192,7 @@ class GAN(Task):
         return {"samples.png": picture.getvalue()}
 
     def samples(self) -> Tensor:
-        """Generated images as one picture: 3 × height × width, uint8."""
+        """Return generated images as one picture: 3 × height × width, uint8."""
         images = self.generated(self.sample_noise).mul(RANGE).add(CENTRE).round().clamp(0, 255)
         rows = images.to(torch.uint8).unflatten(0, (GRID, GRID))
         return rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
@@ -213,10 +213,10 @@ class GAN(Task):
 
 
 class FixedGenerator(GAN):
-    """The critic alone, against a generator that does not change and is the same for every seed.
+    """Only the critic, with a fixed generator that is the same for every seed.
 
-    It is the generator of a WGAN-GP training of `generator_seed`, after `generator_steps` of its
-    steps; with none it is random.
+    The generator comes from a WGAN-GP training with `generator_seed`, after `generator_steps`
+    steps of its own; with 0 it is untrained.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class FixedGenerator(GAN):
     ) -> None:
         super().__init__(data, model, trainer, objective, seed, device)
         before = GAN(data, model, trainer, WassersteinGP(weight=10), generator_seed, device)
-        practise(before, generator_steps)
+        pretrain(before, generator_steps)
         self.generator = before.generator.requires_grad_(False)
 
     def players(self) -> dict[str, list[Parameter]]:
@@ -249,8 +249,8 @@ class FixedGenerator(GAN):
         self.generator.load_state_dict(state["generator"])
 
 
-def practise(task: GAN, rounds: int) -> None:
-    """Train both networks without a record, with Adam as in Gulrajani et al. 2017, Algorithm 1."""
+def pretrain(task: GAN, rounds: int) -> None:
+    """Train both networks without a record, by Adam as in Gulrajani et al. 2017, Algorithm 1."""
     adam = partial(torch.optim.Adam, lr=1e-4, betas=(0.0, 0.9))
     optimizers = {name: adam(parameters) for name, parameters in task.players().items()}
     for step in islice(task.steps(), rounds * (task.trainer.critic_steps + 1)):

@@ -18,23 +18,23 @@ from experiments.data.images import Augment, ImageSet, Standardise
 from experiments.task import Step, Task
 from experiments.training import collectives
 
-AT_ONCE = 500  # test images; more at once are no faster
+TEST_BATCH = 500  # images; larger batches are not faster
 Net = TypeVar("Net", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class ImageTrainer:
-    """How long, in what portions, and what may make it faster without changing what is computed."""
+    """Length, batch size, and settings for speed that do not change the maths."""
 
     epochs: PositiveInt
     batch: PositiveInt
     channels_last: bool = False  # memory layout of images and kernels
     autocast: bool = False  # matrix products and convolutions in bfloat16
-    compile: bool = False  # torch.compile: kernels that are made for this network
+    compile: bool = False  # torch.compile
 
 
 class ImageClassifier(Task):
-    """Softmax cross-entropy; random flips and crops of the training images."""
+    """Softmax cross-entropy, with random flips and crops of the training images."""
 
     divisible = True
 
@@ -53,9 +53,10 @@ class ImageClassifier(Task):
         self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self.net = initialised(partial(model, classes=self.data.classes), seed)
         self.net.to(device).to(memory_format=self.layout)
-        if trainer.batch % collectives.size():
+        if trainer.batch % collectives.world_size():
             raise ValueError(
-                f"a batch of {trainer.batch} is not for {collectives.size()} processes"
+                f"trainer.batch is {trainer.batch}; expected a multiple of "
+                f"{collectives.world_size()}, the number of processes"
             )
         net = collectives.shared(self.net, device)
         self.forward = torch.compile(net) if trainer.compile else net
@@ -77,9 +78,9 @@ class ImageClassifier(Task):
 
     def loss(self, rows: Tensor) -> Tensor:
         labels = collectives.part(self.data.train.labels.index_select(0, rows))
-        # The draws are those of the whole batch, so that every process has the same generator.
+        # All processes draw for the full batch, so that their generators stay equal.
         images = collectives.part(self.augment(rows))
-        return collectives.mean(F.cross_entropy(self.output(images), labels))
+        return collectives.mean_over_processes(F.cross_entropy(self.output(images), labels))
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)
@@ -89,11 +90,13 @@ class ImageClassifier(Task):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on the test images, with the running statistics of batch norm."""
+        """Return loss and accuracy on the test images."""
         test = self.data.test
         self.net.eval()
-        parts = zip(test.pixels.split(AT_ONCE), test.labels.split(AT_ONCE), strict=True)
-        sums = torch.stack([judge(self.output(pixels), labels) for pixels, labels in parts])
+        parts = zip(test.pixels.split(TEST_BATCH), test.labels.split(TEST_BATCH), strict=True)
+        sums = torch.stack(
+            [loss_and_correct(self.output(pixels), labels) for pixels, labels in parts]
+        )
         self.net.train()
         loss, accuracy = (sums.sum(0) / len(test.labels)).tolist()
         return {"test_loss": loss, "test_accuracy": accuracy}
@@ -113,13 +116,13 @@ class ImageClassifier(Task):
 
 
 def initialised(make: Callable[[], Net], seed: int) -> Net:
-    """A network with the initialisation of a seed; torch's own generator is left as it was."""
+    """Return a network initialized by a seed; torch's global generator is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "initialisation").initial_seed())
         return make()
 
 
-def judge(output: Tensor, labels: Tensor) -> Tensor:
-    """Sums of the losses and of the right answers, left on the device."""
-    right = output.argmax(1) == labels
-    return torch.stack([F.cross_entropy(output, labels, reduction="sum"), right.float().sum()])
+def loss_and_correct(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the sums of losses and correct answers, on the device."""
+    correct = output.argmax(1) == labels
+    return torch.stack([F.cross_entropy(output, labels, reduction="sum"), correct.float().sum()])

@@ -1,8 +1,9 @@
-"""The lemmas and theorems, checked by brute force on random or simulated cases."""
+"""The lemmas and theorems, checked on random or simulated cases."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +14,9 @@ from scipy.stats import spearmanr
 from adashift.analysis import theory
 from adashift.analysis.theory import Array
 from adashift.analysis.trajectory import Chain, chain_of
-from experiments.tasks.beta_grid import chain_with, draw
-from experiments.tasks.counterexample import Sequential, Stochastic
-from experiments.tasks.rows import Row, RowTask
+from experiments.task import Measurement, Metrics
+from experiments.tasks.beta_grid import chain_with, gradient_streams, required_chain
+from experiments.tasks.counterexample import Sequential, Stochastic, numpy_generator
 
 
 @dataclass(frozen=True)
@@ -28,33 +29,35 @@ class Case:
     d: int
 
 
-class RandomCases(RowTask):
-    """A lemma on the sequential problem, tried on one random case per step."""
+class RandomCases(Measurement):
+    """A lemma on the sequential problem, checked on one random case per row."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__(seed)
+        self.rng = numpy_generator(seed)
 
-    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_other_than_adam(optimizer)
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        require_adam(optimizer)
         chain_with(optimizer, 0.5, 0.5)
 
-    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
-        case = self.draw_case()
-        return vars(case) | self.check(case, chain_with(optimizer, case.beta1, case.beta2))
+    def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Metrics]:
+        while True:
+            case = self.draw_case()
+            chain = chain_with(optimizer, case.beta1, case.beta2)
+            yield vars(case) | self.check(case, chain)
 
     def draw_case(self) -> Case:
-        """Memories from one step to hundreds, epochs from 2 to 60, C from 2 to 200."""
+        """Draw memories from one step to hundreds, epochs from 2 to 60 steps, C from 2 to 200."""
         beta1, beta2 = 1 - 10 ** self.rng.uniform(-2.5, 0, size=2)
         C = 10 ** self.rng.uniform(np.log10(2), np.log10(200))
         return Case(float(beta1), float(beta2), float(C), int(self.rng.integers(2, 61)))
 
     @abstractmethod
-    def check(self, case: Case, chain: Chain) -> Row:
-        """What the lemma says about the case against what a simulation shows."""
+    def check(self, case: Case, chain: Chain) -> Metrics:
+        """Compare what the lemma says about the case with a simulation."""
 
 
 def forgotten(beta: float) -> int:
-    """Steps after which β leaves no trace in double precision."""
+    """Return the steps after which a gradient's weight β^steps is below double precision."""
     return int(np.ceil(np.log(1e-17) / np.log(beta))) if beta > 0 else 1
 
 
@@ -65,7 +68,7 @@ def whole_epochs(steps: int, d: int) -> int:
 class Lemma2(RandomCases):
     """The limits of m and v over an epoch."""
 
-    def check(self, case: Case, chain: Chain) -> Row:
+    def check(self, case: Case, chain: Chain) -> Metrics:
         steps = whole_epochs(forgotten(max(case.beta1, case.beta2)), case.d) + case.d
         g = Sequential(case.C, case.d).gradients(0, steps, self.rng)
         m, v = chain.first(g)[-case.d :], chain.second(g * g)[-case.d :]
@@ -78,21 +81,21 @@ class Lemma2(RandomCases):
 
 
 class Lemma3(RandomCases):
-    """Net update factors: k(C) is the smallest, and over the epoch they rise and then fall."""
+    """Net update factors: k(C) is the smallest, and within an epoch they rise and then fall."""
 
-    def check(self, case: Case, chain: Chain) -> Row:
+    def check(self, case: Case, chain: Chain) -> Metrics:
         k = simulated_factors(case, chain)
         rises = np.diff(np.append(k, k[0])) > 1e-12 * k.max()
         falls = np.diff(np.append(k, k[0])) < -1e-12 * k.max()
         return {
-            "violated": float(rises[falls.argmax() :].any()),  # the last difference leads to k_1
+            "violated": float(rises[falls.argmax() :].any()),  # the last difference is k_1 − k_d
             "error": np.abs(k / theory.net_update_factors(**vars(case)) - 1).max(),
             "difference_rises": float((np.diff(np.diff(k)) > 1e-12 * k.max()).any()),
         }
 
 
 def simulated_factors(case: Case, chain: Chain) -> Array:
-    """k(g_{nd+i}) of one late epoch, from the v of a simulation."""
+    """Return k(g_{nd+i}) of one late epoch, from the v of a simulation."""
     before = whole_epochs(forgotten(case.beta2), case.d)
     after = whole_epochs(forgotten(case.beta1), case.d)
     g = Sequential(case.C, case.d).gradients(0, before + case.d + after, np.random.default_rng())
@@ -101,9 +104,9 @@ def simulated_factors(case: Case, chain: Chain) -> Array:
 
 
 class Lemma6(RandomCases):
-    """The critical condition, as printed and as corrected, against the root found numerically."""
+    """The critical condition, as printed and as corrected, compared with a numerical root."""
 
-    def check(self, case: Case, chain: Chain) -> Row:
+    def check(self, case: Case, chain: Chain) -> Metrics:
         betas = case.beta1, case.beta2, case.d
         root = float(theory.critical_c(*betas, large_v=True))
         corrected = float(theory.critical_c_closed_form(*betas))
@@ -113,27 +116,26 @@ class Lemma6(RandomCases):
         }
 
 
-class InPhase(RowTask):
-    """Why a larger β2 can mislead Adam: m and the step size 1/√v over an epoch, a β2 per row.
+class InPhase(Measurement):
+    """Why a larger β2 can mislead Adam: m and the step size 1/√v over an epoch, one row per β2.
 
     The mean of m has the right sign, so S = Σ m/√v has the wrong one if and only if the covariance
     of m and 1/√v outweighs the product of their means: if `covariance` < −1.
     """
 
-    ends = True
-
     def __init__(
         self, problem: Sequential, betas: PositiveInt, seed: int, device: torch.device
     ) -> None:
-        super().__init__(seed)
-        self.problem, self.count = problem, betas
-        self.beta2s = iter(np.arange(betas) / betas)
+        self.problem, self.beta2s = problem, np.arange(betas) / betas
 
-    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_other_than_adam(optimizer)
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        require_adam(optimizer)
 
-    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
-        beta1, beta2 = optimizer.defaults["betas"][0], float(next(self.beta2s))
+    def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Metrics]:
+        for beta2 in self.beta2s.tolist():
+            yield self.row(optimizer.defaults["betas"][0], beta2)
+
+    def row(self, beta1: float, beta2: float) -> Metrics:
         C, d = self.problem.C, self.problem.d
         m = theory.limit_m(beta1, C, d)
         size = 1 / np.sqrt(theory.limit_v(beta2, C, d))
@@ -146,23 +148,23 @@ class InPhase(RowTask):
         }
 
 
-def refuse_other_than_adam(optimizer: torch.optim.Optimizer) -> None:
+def require_adam(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) is not torch.optim.Adam or optimizer.defaults["amsgrad"]:
-        raise ValueError("the lemmas speak of Adam: use optimizer=adam")
+        raise ValueError("the lemmas hold for Adam only: use optimizer=adam")
 
 
 def printed_critical_c(beta1: float, beta2: float, d: int) -> float:
-    """Lemma 6 as it stands in the paper (docs/errata.md, E1)."""
+    """Return the critical C of Lemma 6 as printed in the paper (docs/errata.md, E1)."""
     s = np.sqrt(beta2)
     above = (1 - beta1**d) * (s**d - beta1**d) * (1 - s)
     below = (1 - beta1) * (s - beta1) * (1 - s**d)
     return float(above / below - 1)
 
 
-class NetUpdateFactor(RowTask):
-    """Lemma 4 and Theorem 5: what a large and a small gradient move in the stochastic problem.
+class NetUpdateFactor(Measurement):
+    """Lemma 4 and Theorem 5: how far large and small gradients move θ in the stochastic problem.
 
-    A step is one simulated stretch. `k_large` and `k_small` are the mean net update factors over α;
+    A row is one simulation. `k_large` and `k_small` are the mean net update factors divided by α;
     `coupled_share` is how often k(C) < k(−1) when C replaces −1 and nothing else changes.
     """
 
@@ -175,16 +177,17 @@ class NetUpdateFactor(RowTask):
         seed: int,
         device: torch.device,
     ) -> None:
-        super().__init__(seed)
         self.problem, self.burn_in, self.length, self.couples = problem, burn_in, length, couples
+        self.rng = numpy_generator(seed)
 
-    def try_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        chain_of(optimizer).net_update_factors(np.ones(1))
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        required_chain(optimizer).net_update_factors(np.ones(1))
 
-    def next_row(self, optimizer: torch.optim.Optimizer) -> Row:
-        return self.factors(chain_of(optimizer)) | self.coupling(optimizer)
+    def rows(self, optimizer: torch.optim.Optimizer) -> Iterator[Metrics]:
+        while True:
+            yield self.factors(chain_of(optimizer)) | self.coupling(optimizer)
 
-    def factors(self, chain: Chain) -> Row:
+    def factors(self, chain: Chain) -> Metrics:
         tail = reach(chain)
         g = self.problem.gradients(0, self.burn_in + self.length + tail, self.rng)
         k = chain.net_update_factors(chain.advance(g).step_size) / chain.lr
@@ -198,9 +201,9 @@ class NetUpdateFactor(RowTask):
             "rank_correlation": correlation(np.abs(g), k),
         }
 
-    def coupling(self, optimizer: torch.optim.Optimizer) -> Row:
+    def coupling(self, optimizer: torch.optim.Optimizer) -> Metrics:
         tail = reach(chain_of(optimizer))
-        g = draw(self.problem, self.burn_in + 1 + tail, self.couples, self.rng)
+        g = gradient_streams(self.problem, self.burn_in + 1 + tail, self.couples, self.rng)
         k = []
         for value in (self.problem.C, -1.0):
             g[:, self.burn_in] = value
@@ -214,10 +217,10 @@ class NetUpdateFactor(RowTask):
 
 
 def reach(chain: Chain) -> int:
-    """How many steps a gradient stays in m."""
+    """Return the number of steps for which a gradient stays in m."""
     return max(len(chain.first.b), forgotten(-chain.first.a[-1]) if len(chain.first.a) > 1 else 1)
 
 
 def correlation(x: Array, y: Array) -> float:
-    """Spearman's rank correlation; 0 for a y that does not vary."""
+    """Return Spearman's rank correlation, or 0 if y is constant."""
     return float(spearmanr(x, y).statistic) if np.ptp(y) > 1e-9 * np.abs(y).max() else 0.0

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from experiments.data.batches import Batches, generator
-from experiments.data.mnist import CLASSES, PIXELS, Mnist, Samples
+from experiments.data.mnist import MNIST_CLASSES, PIXELS, Mnist, Samples
 from experiments.task import Step, Task
 
 
 class LinearLayers:
-    """Linear layers without activation: x ↦ (x W1 + b1) W2 + b2 …, and every W is in × out.
+    """Linear layers without activation: x ↦ (x W1 + b1) W2 + b2 …; every W is inputs × outputs.
 
-    All numbers are normal with the given standard deviations, drawn layer by layer.
+    Weights and biases are normal with the given standard deviations, drawn layer by layer.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LinearLayers:
         return x
 
     def as_one(self) -> tuple[Tensor, Tensor]:
-        """The matrix and the bias of the one layer that does the same."""
+        """Return the weight and bias of the single layer with the same output."""
         weight: Tensor = self.weights[-1]
         bias: Tensor = self.biases[-1]
         for w, b in zip(self.weights[-2::-1], self.biases[-2::-1], strict=True):
@@ -59,7 +59,7 @@ class LinearLayers:
 
 
 class LinearClassifier(Task):
-    """Softmax cross-entropy of linear layers; no regularisation, no augmentation."""
+    """Softmax cross-entropy of linear layers, without regularization or augmentation."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LinearClassifier(Task):
         device: torch.device,
     ) -> None:
         self.data = data(device)
-        widths = [PIXELS, *hidden, CLASSES]
+        widths = [PIXELS, *hidden, MNIST_CLASSES]
         start = generator(seed, "initialisation")
         self.net = LinearLayers(widths, weight_std, bias_std, start, device)
         count = len(self.data.train.labels)
@@ -93,7 +93,9 @@ class LinearClassifier(Task):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         weight, bias = self.net.as_one()  # 15,000 images go through one layer instead of three
-        parts = [judge(part, weight, bias) for part in (self.data.test, self.data.validation)]
+        parts = [
+            loss_and_accuracy(part, weight, bias) for part in (self.data.test, self.data.validation)
+        ]
         names = ("test_loss", "test_accuracy", "validation_loss", "validation_accuracy")
         return dict(zip(names, torch.cat(parts).tolist(), strict=True))
 
@@ -104,8 +106,8 @@ class LinearClassifier(Task):
         self.batches.load_state_dict(state["batches"])
 
 
-def judge(samples: Samples, weight: Tensor, bias: Tensor) -> Tensor:
-    """Loss and accuracy, left on the device."""
+def loss_and_accuracy(samples: Samples, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return loss and accuracy, on the device."""
     output = torch.addmm(bias, samples.images, weight)
-    right = output.argmax(1) == samples.labels
-    return torch.stack([F.cross_entropy(output, samples.labels), right.float().mean()])
+    correct = output.argmax(1) == samples.labels
+    return torch.stack([F.cross_entropy(output, samples.labels), correct.float().mean()])

@@ -1,7 +1,7 @@
 """The ill-conditioned two-layer linear problem (Appendix L), after Rahimi and Recht's talk.
 
-The network x ↦ W1 W2 x is to do what a badly conditioned matrix A does. In double precision: a
-singular value below 1e-16 of the largest is lost in the rounding of the matrix that has both.
+The network x ↦ W1 W2 x fits an ill-conditioned matrix A. Everything is in double precision, which
+loses singular values below 1e-16 of the largest.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
 from experiments.data.batches import Batches, generator
-from experiments.task import Stretch, Task
+from experiments.task import CustomStep, Task
 
 Spacing = Literal["linear", "geometric"]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The mean of ‖W1 W2 x − A x‖² over x: tr(E C Eᵀ), where E = W1 W2 − A and C is that of x xᵀ.
+    """The mean of ‖W1 W2 x − A x‖² over x: tr(E C Eᵀ), with E = W1 W2 − A and C the mean of x xᵀ.
 
-    For x ~ N(0, I) C is I, and the loss ‖W1 W2 − A‖²_F. Of samples the loss needs to know C alone,
-    so that a step costs the same however many they are.
+    For x ~ N(0, I), C is I and the loss is ‖W1 W2 − A‖²_F. The loss depends on samples only through
+    C, so the cost of a step does not depend on their number.
     """
 
     w1: Parameter
@@ -40,9 +40,9 @@ class Objective:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """The closure of torch's optimizers: set the gradients, return the loss.
+        """Set the gradients and return the loss: the closure of torch's optimizers.
 
-        In closed form, since autograd takes four times as long for matrices of this size.
+        In closed form, because autograd takes four times as long for matrices of this size.
         """
         error = self.error()
         slope = torch.mm(error, self.moment).mul_(2)
@@ -60,12 +60,12 @@ class Objective:
 
     @torch.no_grad()
     def residuals(self) -> Tensor:
-        """r with r·r = loss: E R row by row, where R Rᵀ = C."""
+        """Return r with r·r = loss: E R row by row, where R Rᵀ = C."""
         return (self.error() @ self.root()).flatten()
 
     @torch.no_grad()
     def jacobian(self) -> Tensor:
-        """∂r/∂(W1, W2), the parameters row by row too."""
+        """Return ∂r/∂(W1, W2), with the parameters row by row."""
         root, unit = self.root(), torch.eye(len(self.target)).to(self.target)
         by_w1 = torch.kron(unit, (self.w2 @ root).T.contiguous())
         return torch.hstack([by_w1, torch.kron(self.w1, root.T.contiguous())])
@@ -77,18 +77,20 @@ class Objective:
 class LevenbergMarquardt(torch.optim.Optimizer):
     """Least squares: θ ← θ + lr δ, where δ minimises ‖r + J δ‖² + λ ‖δ‖².
 
-    λ (`damping`) is divided by `factor` after a step that lowers the loss; any other step is taken
-    back, and λ multiplied.
+    λ (`damping`) is divided by `factor` after a step that lowers the loss; any other step is
+    undone, and λ is multiplied by `factor`.
 
-    An optimizer like the others, called by torch's own `step(closure)`; it asks the closure for
-    residuals and Jacobian where they ask for gradients, so neither loop nor step knows of it.
+    It has torch's interface, `step(closure)`, but takes residuals and Jacobian from the closure
+    instead of gradients, so the training loop needs no special case.
     """
 
     def __init__(
         self, params: ParamsT, lr: float = 1.0, damping: float = 1e-3, factor: float = 10.0
     ) -> None:
         if not (damping > 0 and factor > 1):
-            raise ValueError(f"damping is {damping}, factor {factor}; they must be above 0 and 1")
+            raise ValueError(
+                f"damping is {damping}, factor {factor}; expected damping > 0, factor > 1"
+            )
         super().__init__(params, dict(lr=lr, damping=damping, factor=factor))
 
     @torch.no_grad()
@@ -111,7 +113,7 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 
 
 def damped_solution(jacobian: Tensor, residuals: Tensor, damping: float) -> Tensor:
-    """δ = −(JᵀJ + λI)⁻¹ Jᵀr by a QR of J itself: JᵀJ would lose half the digits."""
+    """Return δ = −(JᵀJ + λI)⁻¹ Jᵀr by a QR of J: forming JᵀJ would lose half the digits."""
     count = jacobian.shape[1]
     below = math.sqrt(damping) * torch.eye(count).to(jacobian)
     right = torch.cat([-residuals, torch.zeros(count).to(residuals)])
@@ -119,9 +121,10 @@ def damped_solution(jacobian: Tensor, residuals: Tensor, damping: float) -> Tens
 
 
 class TwoLayerLinear(Task):
-    """Fit W1 W2 to A, by the expected loss or by that of samples, all at once or in batches.
+    """Fit W1 W2 to A by the expected loss, or by the loss of samples, full-batch or in batches.
 
-    A seed decides A, samples and start, so that no claim hangs on one matrix: the paper gives none.
+    The seed determines A, samples and start: the paper gives no matrix, and no claim should depend
+    on one.
     """
 
     gives_closure = True
@@ -140,7 +143,7 @@ class TwoLayerLinear(Task):
         device: torch.device,
     ) -> None:
         if batch is not None and sampled is None:
-            raise ValueError(f"batch is {batch}, but there are no samples: give their number too")
+            raise ValueError(f"batch is {batch}, but there are no samples: set task.sampled=…")
         noise, start = generator(seed, "noise"), generator(seed, "initialisation")
         self.target = ill_conditioned(outputs, inputs, condition, spacing, noise).to(device)
         self.w1 = Parameter((weight_std * normal(start, outputs, hidden)).to(device))
@@ -161,18 +164,18 @@ class TwoLayerLinear(Task):
 
     def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         if self.batches is not None and isinstance(optimizers["net"], LevenbergMarquardt):
-            raise ValueError("its damping compares losses of one problem: use task.batch=null")
+            raise ValueError("its damping compares losses of the full problem: set task.batch=null")
 
-    def steps(self) -> Iterator[Stretch]:
+    def steps(self) -> Iterator[CustomStep]:
         if self.batches is None:
-            yield from repeat(Stretch("net", partial(move, self.whole)))
+            yield from repeat(CustomStep("net", partial(move, self.whole)))
             return
         for rows in self.batches:
             part = self.objective(second_moment(self.samples.index_select(0, rows)))
-            yield Stretch("net", partial(move, part))
+            yield CustomStep("net", partial(move, part))
 
     def evaluate(self) -> dict[str, float]:
-        """Over all samples, if there are any, and over all that there could be."""
+        """Return the loss over all samples, if any, and the expected loss."""
         return {"loss": self.whole.loss(), "expected_loss": self.expected.loss()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,10 +203,10 @@ def normal(source: torch.Generator, *shape: int) -> Tensor:
 def ill_conditioned(
     rows: int, columns: int, condition: float, spacing: Spacing, source: torch.Generator
 ) -> Tensor:
-    """A random matrix whose singular values go from 1 to 1/condition.
+    """Return a random matrix whose singular values go from 1 to 1/condition.
 
     The talk multiplies the rows of a random matrix by linspace(1, 1/condition) instead: for x ∈ R⁶
-    and y ∈ R¹⁰ that has a condition of about 20, whatever was asked for.
+    and y ∈ R¹⁰ the condition is then about 20, for any given condition.
     """
     s = singular_values(min(rows, columns), condition, spacing)
     left, right = orthogonal(rows, source), orthogonal(columns, source)
@@ -217,6 +220,6 @@ def singular_values(count: int, condition: float, spacing: Spacing) -> Tensor:
 
 
 def orthogonal(size: int, source: torch.Generator) -> Tensor:
-    """Uniform among all orthogonal matrices: by the signs QR is made unique."""
+    """Draw a uniformly distributed orthogonal matrix; the signs make QR unique."""
     q, r = torch.linalg.qr(normal(source, size, size))
     return q * r.diagonal().sign()

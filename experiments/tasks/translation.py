@@ -18,28 +18,28 @@ from torch.nn import Parameter
 
 from experiments.data.batches import generator
 from experiments.data.text import END, START, Buckets, Pairs
-from experiments.data.translation import LONGEST, Corpus
-from experiments.models.beam import Found, search
+from experiments.data.translation import MAX_WORDS, Corpus
+from experiments.models.beam import Found, beam_search
 from experiments.models.seq2seq import Translator
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
 
-AT_ONCE = 640  # beams, of all sentences that are translated together
-LENGTH = 2  # a translation has at most so many times the words of its source, as in the tutorial
+MAX_BEAMS = 640  # of all sentences that are translated together
+MAX_LENGTH_RATIO = 2  # words of a translation per word of its source, as in the tutorial
 
 
 @dataclass(frozen=True)
 class TranslationTrainer:
     batch: PositiveInt
-    buckets: PositiveInt  # of sentences of like length
-    clip: PositiveFloat  # the norm of all gradients together
+    buckets: PositiveInt  # of sentences of similar length
+    clip: PositiveFloat  # maximum norm of all gradients together
 
 
 class Translation(Task):
-    """Cross-entropy of every word, summed over a sentence; judged by BLEU.
+    """Cross-entropy of every word, summed over a sentence; evaluated by BLEU.
 
-    A record has the BLEU of the first `bleu_sentences` (None: all) for development and for testing,
-    the last one that of all of them, whose translations are kept, and what to compare it with.
+    Evaluations use the first `bleu_sentences` (None: all) of the dev and test sets. The last one
+    uses all, keeps the translations, and adds reference values (`reference_scores`).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Translation(Task):
         self.net.to(device)
         train = self.data.train
         lengths = torch.maximum(train.source.lengths, train.target.lengths - 2)
-        width = -(-LONGEST // trainer.buckets)
+        width = -(-MAX_WORDS // trainer.buckets)
         order = generator(seed, "order")
         self.batches = Buckets(lengths, trainer.buckets, width, trainer.batch, order)
         self.epoch_steps = self.batches.per_epoch
@@ -79,7 +79,7 @@ class Translation(Task):
         return self.summed(self.data.train, rows) / len(rows)
 
     def summed(self, pairs: Pairs, rows: Tensor) -> Tensor:
-        """The cross-entropy of all words of these sentences, and of their ends."""
+        """Return the cross-entropy of all words of these sentences, end tokens included."""
         source, target = pairs.source[rows], pairs.target[rows]
         vectors = self.net(source.tokens, source.lengths, target.tokens[:, :-1])
         places = torch.arange(1, target.tokens.shape[1])[:, None]
@@ -88,15 +88,15 @@ class Translation(Task):
         return F.cross_entropy(self.net.output(vectors[inside]), wanted, reduction="sum")
 
     def evaluate(self) -> dict[str, float]:
-        return self.judge(self.bleu_sentences)
+        return self.scores(self.bleu_sentences)
 
     def evaluate_at_end(self) -> dict[str, float]:
-        metrics = self.judge(None)
-        return metrics | self.yardsticks(metrics["test_score"])
+        metrics = self.scores(None)
+        return metrics | self.reference_scores(metrics["test_score"])
 
     @torch.no_grad()
-    def judge(self, bleu_sentences: int | None) -> dict[str, float]:
-        """BLEU of the first `bleu_sentences`, and cross-entropy: the logarithm of perplexity."""
+    def scores(self, bleu_sentences: int | None) -> dict[str, float]:
+        """Return BLEU of the first `bleu_sentences`, and the cross-entropy (log perplexity)."""
         self.net.eval()
         metrics = {"dev_loss": self.cross_entropy(self.data.dev)}
         for name, pairs in (("dev", self.data.dev), ("test", self.data.test)):
@@ -108,8 +108,8 @@ class Translation(Task):
         return metrics
 
     @torch.no_grad()
-    def yardsticks(self, score: float) -> dict[str, float]:
-        """What beams have gained on the test set, and what BLEU is had there without learning."""
+    def reference_scores(self, score: float) -> dict[str, float]:
+        """Return the gain by beam search on the test set, and BLEU of two trivial translators."""
         test, train = self.data.test, self.data.train
         self.net.eval()
         _, greedy = self.translate(test, torch.arange(len(test)), width=1)
@@ -129,28 +129,28 @@ class Translation(Task):
         }
 
     def cross_entropy(self, pairs: Pairs) -> float:
-        """The mean over words and ends, of pairs without an empty line."""
+        """Return the mean over words and end tokens, of pairs without an empty line."""
         rows = pairs.whole
         portions = by_length(pairs, rows).split(self.trainer.batch)
         sums = [self.summed(pairs, portion) for portion in portions]
         return float(torch.stack(sums).sum() / (pairs.target.lengths[rows] - 1).sum())
 
     def translate(self, pairs: Pairs, rows: Tensor, width: int) -> tuple[list[str], float]:
-        """A line for each row, that of an empty line is empty; the mean of their scores."""
+        """Return one line per row (empty for an empty source), and the mean score."""
         lines, scores = dict.fromkeys(rows.tolist(), ""), []
-        for row, found in self.search(pairs, rows, width):
+        for row, found in self.translations(pairs, rows, width):
             lines[row] = self.data.target.decode(found.words)
             scores.append(found.score)
         return list(lines.values()), fmean(scores)
 
-    def search(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
-        """Rows that are not empty, and what is found for them."""
+    def translations(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
+        """Yield rows that are not empty, each with its translation."""
         rows = by_length(pairs, rows[pairs.source.lengths[rows] > 0])
-        for portion in rows.split(max(1, AT_ONCE // width)):
+        for portion in rows.split(max(1, MAX_BEAMS // width)):
             source = pairs.source[portion]
             state = self.net.encode(source.tokens, source.lengths)
-            limits = LENGTH * source.lengths.to(self.device)
-            found = search(self.net.advance, state, limits, width, START, END)
+            limits = MAX_LENGTH_RATIO * source.lengths.to(self.device)
+            found = beam_search(self.net.advance, state, limits, width, START, END)
             yield from zip(portion.tolist(), found, strict=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,12 +161,12 @@ class Translation(Task):
 
 
 def by_length(pairs: Pairs, rows: Tensor) -> Tensor:
-    """In an order in which neighbours are of like length, so that little is filled up."""
+    """Sort rows by source length, so that batches need little padding."""
     return rows[pairs.source.lengths[rows].argsort(stable=True)]
 
 
 def bleu(lines: list[str], references: list[str]) -> float:
-    """Of tokenised text as it stands, without smoothing, 0 to 100.
+    """Return BLEU (0 to 100) of tokenized text, without smoothing.
 
     >>> round(bleu(["a man rides a horse ."], ["a man rides a brown horse ."]), 1)
     48.2

@@ -21,9 +21,9 @@ ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allo
 
 
 def set_up_torch(config: Config, device: torch.device) -> bool:
-    """Return whether the run is to have the same bits every time."""
+    """Configure torch; return whether the run is to be bit-identical every time."""
     torch.set_num_threads(config.threads or ALL_THREADS)
-    # Softmax of large numbers gives some below 1e-38, with which a CPU is ten times slower.
+    # Softmax can give denormal numbers (below 1e-38), which slow a CPU down ten times.
     torch.set_flush_denormal(True)
     same = device.type == "cpu" if config.deterministic is None else config.deterministic
     torch.use_deterministic_algorithms(same, warn_only=True)
@@ -31,13 +31,13 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = same
         if same:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     return same
 
 
 @contextmanager
 def noted_kernels() -> Iterator[list[str]]:
-    """Inside, torch's kernels that have no deterministic form are noted and not warned of."""
+    """Yield a list that collects torch's non-deterministic kernels instead of warning of them."""
     names, show = list[str](), warnings.showwarning
 
     def note(message: Warning | str, *about: Any) -> None:
@@ -56,15 +56,15 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={wanted} is not to be had: torch sees no GPU; use device=cpu")
+        raise ConfigError(f"device={wanted} is not available: torch finds no GPU; use device=cpu")
     if wanted == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device=mps is not to be had: torch sees no Apple GPU; use device=cpu")
+        raise ConfigError("device=mps is not available: torch finds no Apple GPU; use device=cpu")
     return torch.device(wanted)
 
 
 @contextmanager
 def device_for(wanted: str) -> Iterator[torch.device]:
-    """What is asked for; `auto` is, of several GPUs, one that no other run has on this machine."""
+    """Yield the device; `auto` takes a GPU that no other run on this machine uses, if any."""
     device = pick_device(wanted)
     with ExitStack() as held:
         for number in range(torch.cuda.device_count()) if wanted == "auto" else ():

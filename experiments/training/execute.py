@@ -1,12 +1,14 @@
-"""execute(): from a config to a finished record. run.py does it once, a figure often."""
+"""execute(): from a config to a finished record. run.py calls it once, a figure for each run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -17,15 +19,19 @@ from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.records.tracking import is_tracked
-from experiments.task import Task
+from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.collectives import is_first, size
+from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
-from experiments.training.leader import Following, Leading, Team, Unwritten, team
+from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
-from experiments.training.signals import ASKED
+from experiments.training.measure import measure
+from experiments.training.scheduler import scale_notice
+from experiments.training.signals import stop_request
 
+Announce = Callable[[str], None]
 Tags = Callable[[Run], list[str]]
 
 
@@ -35,113 +41,142 @@ def no_tags(run: Run) -> list[str]:
 
 def execute(
     run: Run,
-    announce: Callable[[str], None] = lambda line: None,
+    announce: Announce = lambda line: None,
     wait: bool = True,
     tags: Tags = no_tags,
-) -> str:
-    """Train the run, or what is left of it, unless it is there already; return how it ended.
+) -> Status:
+    """Train the run, or the rest of it, unless it is finished; return its status.
 
-    Where another process is training it, wait for that one, or return "busy". `tags` gives the tags
-    of a run that is tracked.
+    If another process is training the run, wait for that process or, with wait=False, return
+    RUNNING. `tags` gives the tags of a run that is tracked.
     """
-    if ASKED.by:
+    if stop_request.received:
         raise KeyboardInterrupt
-    config, before = run.config, run.info
-    if run.done and not config.force:
-        if isinstance(run.source, Published):
-            announce(f"already published (records=own trains it here): {run.name}")
-        else:
-            announce(f"already finished (force=true trains again): {shown(run.folder)}")
-            remove_left_over(run)
-        return run.status
-    if config.records == "published":
-        state = "published, and force=true trains" if run.done else "not published"
-        raise ConfigError(f"{run.name} is {state}: use records=own to train it")
-    with device_for(config.device) as device, team(device) as members:
+    before = run.info
+    if run.done and not run.config.force:
+        return report_done(run, announce)
+    check_trainable(run)
+    with device_for(run.config.device) as device, process_group(device) as group:
+        deterministic = set_up_torch(run.config, device)
+        # Everything that can be invalid is built before the first file is written.
+        execution = Execution(run, device, deterministic, *prepare(run.config, device))
         if not is_first():
-            return follow(device, config, members)
-        return execute_on(device, run, announce, wait, tags, members, before)
+            return execution.follow(group)
+        with locked(run.folder, announce if wait else None) as mine:
+            if not mine:
+                return Status.RUNNING
+            if run.done and run.info != before:
+                announce(f"another process has trained it: {shown_path(run.folder)}")
+                return run.status
+            return execution.lead(group, announce, tags)
 
 
-def execute_on(
-    device: torch.device,
-    run: Run,
-    announce: Callable[[str], None],
-    wait: bool,
-    tags: Tags,
-    members: Team,
-    before: dict[str, Any],  # run.json as it was when this process decided to train
-) -> str:
-    # Everything that can be refused is built before the first file is written.
-    config = run.config
-    deterministic = set_up_torch(config, device)
-    task, training = prepare(config, device)
-    with locked(run.folder, announce if wait else None) as mine:
-        if not mine:
-            return "busy"
-        if run.done and run.info != before:
-            announce(f"another process has trained it: {shown(run.folder)}")
-            return run.status
-        checkpoint = checkpoint_of(run, device)
-        if config.force or not task.resumable:
+@dataclass(frozen=True)
+class Execution:
+    """A run that is ready to be trained in this process."""
+
+    run: Run
+    device: torch.device
+    deterministic: bool
+    task: Task | Measurement
+    training: partial[Status]  # lacks the record and the checkpoint
+
+    def lead(self, group: ProcessGroup, announce: Announce, tags: Tags) -> Status:
+        """Train, and write the record and checkpoints; the caller holds the lock."""
+        run, checkpoint = self.run, checkpoint_of(self.run, self.device)
+        if run.config.force or not self.task.resumable:
             checkpoint.remove()
-        length = "" if task.ends else f", {training.keywords['steps']:,} steps"
-        announce(f"{size_of(config)}{length}: {shown(run.folder)}")
-        labels = tags(run) if is_tracked(config) else []
-        with (
-            Record(run.folder, config, run.command(), labels) as record,
-            noted_kernels() as kernels,
-        ):
-            record.about = {"deterministic": deterministic}
-            kept = Leading(checkpoint, members) if task.resumable else None
-            record.status = training(record=record, checkpoint=kept)
-            same = deterministic and not kernels
-            record.about = {"deterministic": same, "not_deterministic": kernels}
-        if record.status == "interrupted":
+        announce(f"{scale_notice(run.config)}{self.length()}: {shown_path(run.folder)}")
+        labels = tags(run) if is_tracked(run.config) else []
+        with Record(run.folder, run.config, run.command(), labels) as record:
+            self.train_into(record, checkpoint, group)
+        if record.status == Status.INTERRUPTED:
             raise KeyboardInterrupt
         checkpoint.remove()
-    if record.status == "diverged":
-        announce(f"a loss or a parameter was no number at step {record.step:,}")
-    return record.status
+        if record.status == Status.DIVERGED:
+            announce(f"diverged: a loss or a parameter was NaN or inf at step {record.step:,}")
+        return record.status
+
+    def train_into(self, record: Record, checkpoint: Checkpoint, group: ProcessGroup) -> None:
+        record.about = {"deterministic": self.deterministic}
+        resuming = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
+        group.start()
+        with noted_kernels() as kernels:
+            record.status = self.training(record=record, **resuming if self.task.resumable else {})
+        same = self.deterministic and not kernels
+        record.about = {"deterministic": same, "not_deterministic": kernels}
+
+    def follow(self, group: ProcessGroup) -> Status:
+        """Take part in the training of the leader, which alone writes and prints."""
+        stop_request.ignored = True
+        if not group.broadcast():  # nothing to train
+            return self.run.status
+        resuming = {"load": group.broadcast} if self.task.resumable else {}
+        return self.training(record=FollowerLog(), **resuming)
+
+    def length(self) -> str:
+        return f", {self.training.keywords['steps']:,} steps" if isinstance(self.task, Task) else ""
 
 
-def follow(device: torch.device, config: Config, members: Team) -> str:
-    """Take part in what the first process trains, which alone writes and speaks."""
-    set_up_torch(config, device)
-    _, training = prepare(config, device)
-    ASKED.follows = True
-    begun = members.hear()
-    if begun is None:
-        return "left to the first process"
-    return training(record=Unwritten(config), checkpoint=Following(begun["state"]))
+def report_done(run: Run, announce: Announce) -> Status:
+    if isinstance(run.source, Published):
+        announce(f"already published (use records=own to train it here): {run.name}")
+    else:
+        announce(f"already finished (use force=true to train it again): {shown_path(run.folder)}")
+        remove_stale_checkpoint(run)
+    return run.status
 
 
-def prepare(config: Config, device: torch.device) -> tuple[Task, partial[str]]:
-    """The task, and its training, which lacks the record and the checkpoint."""
-    task: Task = build(config.task, "task", seed=config.seed, device=device)
-    if size() > 1 and not task.divisible:
-        raise ConfigError(f"{config.experiment} is for one process: start it without torchrun")
+def check_trainable(run: Run) -> None:
+    if run.config.records == "published":
+        state = "already published, and force=true trains" if run.done else "not published"
+        raise ConfigError(f"{run.name} is {state}: use records=own to train it")
+
+
+def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, partial[Status]]:
+    """Return the task or measurement and its loop, which lacks the record and the checkpoint."""
+    task = build(config.task, "task", seed=config.seed, device=device)
+    if not isinstance(task, Task | Measurement):
+        raise ConfigError(
+            f"task._target_={config.task['_target_']} builds a {type(task).__name__}; "
+            "expected a Task or a Measurement: see experiments/task.py"
+        )
+    if world_size() > 1 and not task.divisible:
+        raise ConfigError(f"{config.experiment} supports one process: start it without torchrun")
+    if isinstance(task, Measurement):
+        loop = prepare_measurement(config, task)
+    else:
+        loop = prepare_training(config, task)
+    torch.manual_seed(config.seed)  # for dropout, which uses the global generator
+    title = f"{config.experiment} {config.optimizer_name} seed {config.seed}"
+    return task, partial(loop, title=title)
+
+
+def prepare_training(config: Config, task: Task) -> partial[Status]:
     optimizers = make_optimizers(config, task)
     steps, log_every = length_of(config, task)
-    torch.manual_seed(config.seed)  # dropout has no generator of its own
-    return task, partial(
-        train,
-        task,
-        optimizers,
-        steps=steps,
-        log_every=log_every,
-        schedule=make_schedule(config),
-        title=f"{config.experiment} {config.optimizer_name} seed {config.seed}",
-    )
+    schedule = make_schedule(config)
+    return partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+
+
+def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:
+    if config.schedule is not None:
+        raise ConfigError(f"schedule is set, but {config.experiment} trains nothing: remove it")
+    theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    make_optimizer = build(config.optimizer, "optimizer")
+    with optimizer_errors(config):
+        optimizer = make_optimizer([theta])
+        task.check_optimizer(optimizer)
+    return partial(measure, task, optimizer, steps=config.steps, log_every=config.log_every or 1)
 
 
 def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:
-    # Another device has other bits, so a run is not begun on one and ended on another.
+    # Devices round differently, so a run that began on one does not resume on another.
     return Checkpoint(run.folder, f"{run.name} on {device.type}", run.config.checkpoint_every)
 
 
-def remove_left_over(run: Run) -> None:
-    """The checkpoint of a process that was killed between the record's end and its own."""
+def remove_stale_checkpoint(run: Run) -> None:
+    """Remove the checkpoint of a process that was killed after it had finished the record."""
     checkpoint = checkpoint_of(run, torch.device("cpu"))
     if checkpoint.path.exists():
         with locked(run.folder) as mine:
@@ -150,36 +185,39 @@ def remove_left_over(run: Run) -> None:
 
 
 def length_of(config: Config, task: Task) -> tuple[int, int]:
-    """How many steps, and how many between two records."""
+    """Return the number of steps, and the number of steps between two rows of the record."""
     steps, log_every = config.steps or task.total_steps, config.log_every or task.epoch_steps
     if steps is None or log_every is None:
         key = "steps" if steps is None else "log_every"
-        raise ConfigError(f"{key}=null is refused: {config.experiment} knows no epochs; give it")
+        raise ConfigError(
+            f"{key}=null is invalid: {config.experiment} has no epochs; set {key} explicitly"
+        )
     return steps, log_every
 
 
-def size_of(config: Config) -> str:
-    """The scale, and how to have the paper's where it is another."""
-    cure = "" if config.scale == "paper" else " (scale=paper for the paper's size)"
-    return f"{config.scale} scale{cure}"
-
-
-def shown(path: Path) -> str:
-    """As one would type it here."""
+def shown_path(path: Path) -> str:
+    """Return the path as typed on the command line."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:
     make_optimizer = build(config.optimizer, "optimizer")
-    try:
+    with optimizer_errors(config):
         optimizers = {name: make_optimizer(params) for name, params in task.players().items()}
         if not task.gives_closure and any(map(needs_closure, optimizers.values())):
-            raise ValueError("its step() needs a closure, which this experiment does not give")
+            raise ValueError("its step() needs a closure, which this experiment does not pass")
         task.check_optimizers(optimizers)
-        return optimizers
+    return optimizers
+
+
+@contextmanager
+def optimizer_errors(config: Config) -> Iterator[None]:
+    """Report what an optimizer, or the check of a task, raises as an error of the config."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer={config.optimizer_name} is refused with these settings: {error}"
+            f"optimizer={config.optimizer_name} is invalid with these settings: {error}"
         ) from error
 
 
@@ -194,6 +232,6 @@ def make_schedule(config: Config) -> Callable[[float], float] | None:
     schedule = build(config.schedule, "schedule")
     schedule(0.0)
     if isinstance(schedule, partial):
-        # Hydra's own checks its target in every call, which takes longer than a small step.
+        # Hydra's wrapper checks its target in every call, which takes longer than a small step.
         schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
     return cast(Callable[[float], float], schedule)

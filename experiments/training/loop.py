@@ -6,28 +6,38 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from experiments.config.errors import ConfigError, last_line
 from experiments.progress import progress
-from experiments.records.record import Record
-from experiments.task import Step, Stretch, Task
+from experiments.records.status import Status
+from experiments.task import CustomStep, Metrics, Step, Task
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.signals import ASKED, answered_after_a_step
+from experiments.training.signals import answered_after_a_step, stop_request
 
 Losses = defaultdict[str, list[Tensor]]
 
 
+class Log(Protocol):
+    """What the loop needs of a record."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def keep(self, files: Mapping[str, bytes]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class Training:
-    """A training between two steps: the state of all that takes part in it."""
+    """A training between two steps, with the state of everything that takes part in it."""
 
     task: Task
     optimizers: Mapping[str, torch.optim.Optimizer]
-    record: Record
-    done: int = 0  # steps
+    record: Log
+    done: int = 0  # steps taken
     losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,23 +67,23 @@ class Training:
     def players(self) -> list[tuple[str, list[torch.nn.Parameter]]]:
         return list(self.task.players().items())
 
-    def take(self, step: Step | Stretch) -> None:
+    def take(self, step: Step | CustomStep) -> None:
         loss = step.take(self.optimizers[step.player])
         if loss is not None:
             self.losses[f"{step.player}/loss"].append(loss)
         self.task.after_step()
         self.done += step.size
 
-    def note(self, metrics: dict[str, float]) -> bool:
-        """Put metrics and losses into the record; return whether all are numbers."""
-        metrics |= {name: mean(parts) for name, parts in self.losses.items()}
+    def log(self, metrics: Metrics) -> bool:
+        """Record metrics and mean losses; return whether they and all parameters are finite."""
+        metrics |= {name: mean_loss(parts) for name, parts in self.losses.items()}
         self.losses.clear()
         self.record.log(self.done, metrics)
         return all(map(math.isfinite, metrics.values())) and self.finite()
 
     @torch.no_grad()
     def finite(self) -> bool:
-        """Whether all parameters are numbers, however large: a sum of them could overflow."""
+        """Whether all parameters are finite. Large ones are fine: a sum of them could overflow."""
         parts = [p for _, parameters in self.players() for p in parameters if p.numel()]
         ends = [end.double().cpu() for p in parts for end in p.aminmax()]
         return bool(torch.stack(ends).isfinite().all())
@@ -82,64 +92,74 @@ class Training:
 def train(
     task: Task,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    record: Record,
+    record: Log,
     *,
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None = None,
     title: str = "",
+    load: Callable[[], dict[str, Any] | None] = lambda: None,
     checkpoint: Checkpoint | None = None,
-) -> str:
-    """Train until `steps` are done; return "finished", "diverged" or "interrupted".
+) -> Status:
+    """Train until `steps` are done; return FINISHED, DIVERGED or INTERRUPTED.
 
-    Metrics go to the record every `log_every` steps and at the end, with the mean of the losses
-    that each player has had since the last time; if one of them, or a parameter, is no number, the
-    run has diverged. `schedule` gives the factor of the learning rates from the part of the steps
-    that is done. With a checkpoint it goes on where that was left.
+    Metrics are recorded every `log_every` steps and at the end, together with each player's mean
+    loss since the last record; if one of them, or a parameter, is NaN or inf, the run has diverged.
+    `schedule` maps the fraction of steps done to a factor of the learning rates. It resumes
+    from the state that `load` returns, unless that is None.
     """
     training = Training(task, optimizers, record)
-    if checkpoint:
-        checkpoint.restore(training)
+    restore(training, load())
     bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
     try:
         with bar, answered_after_a_step():
-            return go_on(training, steps, log_every, schedule, checkpoint, bar.update)
+            return take_steps(training, steps, log_every, schedule, checkpoint, bar.update)
     except OSError:
         raise
     except Exception:
         if training.finite():
             raise
-        training.note({})  # many a step or judgement raises where a parameter is no number
-        return "diverged"
+        training.log({})  # steps and evaluations may raise if a parameter is NaN or inf
+        return Status.DIVERGED
 
 
-def go_on(
+def restore(training: Training, state: dict[str, Any] | None) -> None:
+    if state is None:
+        return
+    try:
+        training.load_state_dict(state)
+    except Exception as error:  # the training may be half restored, so it cannot start over here
+        raise ConfigError(
+            "the checkpoint was written by incompatible code "
+            f"({type(error).__name__}: {last_line(error)}): use force=true to start the run again"
+        ) from error
+
+
+def take_steps(
     training: Training,
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None,
     checkpoint: Checkpoint | None,
-    show: Callable[[int], object],
-) -> str:
+    advance_bar: Callable[[int], object],
+) -> Status:
     task, record = training.task, training.record
     for step in task.steps():
         if schedule is not None:
             set_rates(training.optimizers, schedule(training.done / steps))
         training.take(step)
-        show(step.size)
+        advance_bar(step.size)
         over = training.done >= steps
         if over or training.done // log_every > (training.done - step.size) // log_every:
-            if not training.note(task.evaluate_at_end() if over else task.evaluate()):
-                return "diverged"
+            if not training.log(task.evaluate_at_end() if over else task.evaluate()):
+                return Status.DIVERGED
             if over:
                 record.keep(task.files())
-                return "finished"
-        if checkpoint and (ASKED.by or checkpoint.due):
+                return Status.FINISHED
+        if checkpoint and (stop_request.received or checkpoint.due):
             checkpoint.save(training.state_dict())
-        if ASKED.by:
-            return "interrupted"
-    if task.ends:
-        return "finished"
+        if stop_request.received:
+            return Status.INTERRUPTED
     raise RuntimeError(
         f"{type(task).__name__}.steps() ended after {training.done} of {steps} steps"
     )
@@ -151,13 +171,13 @@ def set_rates(optimizers: Mapping[str, torch.optim.Optimizer], factor: float) ->
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
-def mean(losses: list[Tensor]) -> float:
-    """The only wait for the device: steps leave their losses there."""
+def mean_loss(losses: list[Tensor]) -> float:
+    """Return the mean; only here the loop waits for the device, on which steps leave losses."""
     return float(torch.stack(losses).cpu().mean(dtype=torch.float64))
 
 
 def random_states() -> list[Tensor]:
-    """Of torch's own generators, from which dropout draws: the CPU's, then every GPU's."""
+    """Return the states of torch's global generators (for dropout): the CPU, then each GPU."""
     return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
 

@@ -1,4 +1,4 @@
-"""How a process is asked to end: Ctrl-C and SIGTERM, which a training answers after its step."""
+"""Requests to stop: Ctrl-C and SIGTERM. A training stops after its current step."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from contextlib import contextmanager
 from functools import cache
 from multiprocessing import parent_process
 from types import FrameType
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Asked:
-    """Whether this process was asked to end; it stays so, for then no other run may begin."""
+class StopRequest:
+    """The signal that asked this process to stop; never reset, so that no other run begins."""
 
-    by: signal.Signals | None = None
-    follows = False  # the first process of a team says when: alone in a step it would fail
+    received: signal.Signals | None = None
+    ignored = False  # by followers under torchrun: one that stops alone blocks the others
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.follows:
+        """Handle a signal."""
+        if self.ignored:
             return
-        if self.by is not None and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.by = signal.Signals(number)
+        self.received = signal.Signals(number)
         if parent_process() is None:
-            again = ", again to leave at once" if number == signal.SIGINT else ""
+            again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             print(f"\nstopping after this step{again}", file=sys.stderr)
 
 
-ASKED = Asked()
+stop_request = StopRequest()
 
 
 @contextmanager
 def answered_after_a_step() -> Iterator[None]:
-    """Inside, a signal is only noted: look at ASKED.by."""
+    """Inside, a signal only sets `stop_request.received`."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may catch signals
+        yield  # Python allows signal handlers in the main thread only
         return
-    before = {number: signal.signal(number, ASKED) for number in SIGNALS}
+    before = {number: signal.signal(number, stop_request) for number in SIGNALS}
     try:
         yield
     finally:
@@ -52,10 +54,10 @@ def answered_after_a_step() -> Iterator[None]:
 
 @contextmanager
 def answered_at_once() -> Iterator[None]:
-    """Inside, SIGTERM is what Ctrl-C is."""
+    """Inside, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        ASKED.by = signal.Signals(number)
+        stop_request.received = signal.Signals(number)
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
@@ -68,16 +70,22 @@ def answered_at_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def exit_interrupted() -> NoReturn:
+    """End the process with the exit code that a shell gives to the signal."""
+    print("interrupted; rerun the same command to resume", file=sys.stderr)
+    sys.exit(128 + (stop_request.received or signal.SIGINT))
+
+
 @cache
 def end_with_parent() -> None:
-    """For a worker: without it, one whose parent was killed waits for work for ever."""
+    """End this worker when its parent is killed; it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
 
     def watch() -> None:
-        while os.getppid() == parent.pid:  # in joblib's workers it cannot be waited for
+        while os.getppid() == parent.pid:  # joblib's workers cannot wait for their parent
             time.sleep(1)
-        while True:  # a training ends after its step; then the signal finds nobody to catch it
+        while True:  # a training stops at the first signal, a worker without one at the next
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
 

@@ -1,4 +1,4 @@
-"""The training benchmark on small chunks: that it measures what it says, not how fast it is."""
+"""The training benchmark on small chunks: it measures what it says; speed is not tested."""
 
 from functools import partial
 from itertools import islice
@@ -17,13 +17,13 @@ from benchmarks.training import (
     LOOP,
     NETWORK,
     PIPELINE,
+    BareScript,
+    InputOnly,
     LoaderScript,
-    Network,
-    Ours,
-    Script,
-    Supply,
-    drawn,
-    loader_of,
+    Loop,
+    NetworkScript,
+    torchvision_loader,
+    training_batches,
 )
 from experiments.config.build import build
 from experiments.config.compose import compose
@@ -35,11 +35,11 @@ IMAGES = ("experiment=resnet_cifar10", "optimizer=adashift", "scale=smoke")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The tables, where a run has 1 thread on MNIST and would have 3 if it were given all."""
+    """The files of the benchmark; a run has 1 thread on MNIST and 3 with threads=null."""
     folder, before = tmp_path_factory.mktemp("results"), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "ALL_THREADS", 3)
-        training.main(["--quick", "--results", str(folder)])
+        training.TRAINING_BENCHMARK.main(["--quick", "--results", str(folder)])
     torch.set_num_threads(before)
     return folder / "benchmarks"
 
@@ -62,11 +62,11 @@ def test_every_contender_is_timed(table):
         assert (table.loc[table["contender"] == name, f"to_{name}"] == 1).all()
 
 
-def test_mnist_has_the_threads_of_a_run_and_images_have_all(table):
+def test_mnist_uses_the_threads_of_a_run_and_images_use_all(table):
     assert (table["threads"] == table["unit"].map({"steps": 1, "images": 3})).all()
 
 
-def test_the_page_says_what_was_measured(results):
+def test_the_page_names_threads_and_goals(results):
     page = (results / "bench-training.md").read_text(encoding="utf-8")
     assert "these numbers mean nothing" in page and "nan" not in page
     assert "threads: mnist_lr 1, mnist_mlp 1" in page and "threads: resnet_cifar10 3" in page
@@ -74,19 +74,19 @@ def test_the_page_says_what_was_measured(results):
     assert "pipeline at least 20 × network and 5 × DataLoader" in page
 
 
-def test_a_rate_is_what_was_done_by_the_time_it_took(monkeypatch):
+def test_a_rate_is_work_divided_by_time(monkeypatch):
     times = pd.DataFrame({PIPELINE: [1.0, 2.0, 4.0], NETWORK: [10.0, 20.0, 10.0]})
-    monkeypatch.setattr(training, "interleave", lambda entrants, rounds: times)
-    entrants = {PIPELINE: Supply([], 30), NETWORK: Supply([], 5)}
-    rates = training.measure(compose(IMAGES), entrants, 3, "images", per_step=20)
+    monkeypatch.setattr(training, "interleave", lambda workloads, rounds: times)
+    workloads = {PIPELINE: InputOnly([], 30), NETWORK: InputOnly([], 5)}
+    rates = training.compare_rates(compose(IMAGES), workloads, 3, "images", per_step=20)
     assert rates["per_second"].tolist() == [300, 10]  # 30 × 20 ÷ 2 and 5 × 20 ÷ 10
     assert rates[f"to_{NETWORK}"].tolist() == [60, 1]
 
 
 @pytest.mark.parametrize("task", training.TASKS)
-def test_the_scripts_train_the_same_network_on_batches_of_the_same_form(task):
+def test_the_scripts_train_the_same_network_on_batches_of_the_same_shape(task):
     config = compose([f"experiment={task}", "optimizer=sgd", "scale=smoke"])
-    bare = Script(config, steps=2)
+    bare = BareScript(config, steps=2)
     loader = LoaderScript(config, 2, training.plain_data(quick=True))
     for script in (bare, loader):
         images, labels = next(script.batches)
@@ -96,7 +96,7 @@ def test_the_scripts_train_the_same_network_on_batches_of_the_same_form(task):
         assert any((p != q).any() for p, q in zip(script.net.parameters(), before, strict=True))
 
 
-def test_the_loop_is_timed_without_evaluations_and_with_all_of_them(tmp_path):
+def test_the_loop_is_timed_with_and_without_evaluations(tmp_path):
     class Log:
         def __init__(self):
             self.rows = []
@@ -110,23 +110,28 @@ def test_the_loop_is_timed_without_evaluations_and_with_all_of_them(tmp_path):
     config = compose(["experiment=mnist_lr", "optimizer=sgd", "scale=smoke"])
     for evaluated in (False, True):
         log = Log()
-        Ours(config, log, 40, evaluated).step()
+        Loop(config, log, 40, evaluated).step()
         assert [step for step, _ in log.rows] == [*range(2, 41, 2)]
         assert all("classifier/loss" in names for _, names in log.rows)
         assert all(("test_accuracy" in names) == evaluated for _, names in log.rows)
 
 
-def test_the_pipeline_makes_what_the_task_trains_on():
+def test_the_pipeline_makes_the_batches_of_the_task():
     seen, fixed = [], torch.randn(20, 10)
     task = image_task()
     task.forward = lambda images: seen.append(images) or fixed
     losses = [step.loss() for step in islice(task.steps(), 7)]  # an epoch has 5
-    for images, loss, (ours, labels) in zip(seen, losses, drawn(image_task()), strict=False):
+    batches = training_batches(image_task())
+    for images, loss, (ours, labels) in zip(seen, losses, batches, strict=False):
         assert torch.equal(ours, images) and F.cross_entropy(fixed, labels) == loss
 
 
-@pytest.mark.parametrize("make", [drawn, partial(loader_of, workers=0)], ids=["drawn", "loader"])
-def test_both_inputs_are_flipped_crops_of_the_same_images(make):
+@pytest.mark.parametrize(
+    "make",
+    [training_batches, partial(torchvision_loader, workers=0)],
+    ids=["pipeline", "loader"],
+)
+def test_both_inputs_flip_and_crop_the_same_images(make):
     task = image_task("data.limit=1", "trainer.batch=1")
     framed = F.pad(task.data.train.pixels[0] / 255, (4, 4, 4, 4))
     windows = framed.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).flatten(0, 1)
@@ -142,15 +147,15 @@ def test_both_inputs_are_flipped_crops_of_the_same_images(make):
     assert len(found) > 6 and min(found) < 81 <= max(found)
 
 
-def test_an_input_delivers_an_epoch_a_chunk():
-    batches = loader_of(image_task(), workers=0)
+def test_a_chunk_of_the_loader_is_an_epoch():
+    batches = torchvision_loader(image_task(), workers=0)
     assert batches.num_workers == 0 and batches.batch_size == 20 and len(batches) == 5
-    Supply(batches, 5).step()
+    InputOnly(batches, 5).step()
     assert [images.shape for images, _ in batches] == 5 * [(20, 3, 32, 32)]
 
 
-def test_the_network_is_that_of_the_experiment_and_it_learns():
-    network = Network(compose(IMAGES), steps=30)
+def test_the_network_is_the_one_of_the_experiment_and_learns():
+    network = NetworkScript(compose(IMAGES), steps=30)
     images, labels = next(network.batches)
     assert images.shape == (20, 3, 32, 32)
     before = F.cross_entropy(network.net(images), labels)

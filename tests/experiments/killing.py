@@ -1,12 +1,16 @@
-"""Runs that die in this process, at a chosen moment."""
+"""Kills a run in this process at a chosen checkpoint."""
 
+import os
+import signal
+
+from adashift import AdaShift
 from experiments.config.compose import compose
 from experiments.records.run import Run
 from experiments.training.checkpoint import Checkpoint
 
 
 class Killed(BaseException):
-    """As sudden as a power cut: nothing of the project catches it."""
+    """Not an Exception: like a power failure, no code of the project catches it."""
 
 
 def run_of(results, experiment, *words, optimizer="adashift"):
@@ -15,7 +19,7 @@ def run_of(results, experiment, *words, optimizer="adashift"):
 
 
 def die_after(monkeypatch, saves):
-    """The process ends when so many checkpoints have been written."""
+    """Raise Killed right after checkpoint number `saves` + 1."""
     count = iter(range(saves))
     save = Checkpoint.save
 
@@ -25,3 +29,10 @@ def die_after(monkeypatch, saves):
             raise Killed
 
     monkeypatch.setattr(Checkpoint, "save", save_and_die)
+
+
+class Lethal(AdaShift):
+    """Kills its process at the first step, as the system does when memory runs out."""
+
+    def step(self, closure=None):
+        os.kill(os.getpid(), signal.SIGKILL)

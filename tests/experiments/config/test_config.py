@@ -1,8 +1,9 @@
-"""The typed schema: what is accepted, and the one line that refuses the rest."""
+"""The typed config: composition, identity, and one-line errors."""
 
 import re
 import subprocess
 import sys
+from itertools import cycle
 
 import hydra
 import pytest
@@ -16,14 +17,16 @@ from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import CONF
+from tests.experiments.command_line import run_py
 
 PAIR = ["experiment=counterexample_stochastic", "optimizer=adam"]
 EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+SCALES = ["paper", "laptop", "smoke"]
 TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
 
 
-def as_hydra_composes(overrides):
-    """The config of run.py, by the way that Hydra documents."""
+def hydra_compose(overrides):
+    """The config of run.py, composed by Hydra's documented function."""
     with errors.one_line_errors(), composing.config_source():
         cfg = hydra.compose("run", overrides, return_hydra_config=True)
     choices = cfg.hydra.runtime.choices
@@ -32,21 +35,16 @@ def as_hydra_composes(overrides):
     return composing.resolve(cfg, choices)
 
 
-@pytest.mark.parametrize(("experiment", "optimizer"), TUNED[::3])
-def test_a_config_is_what_hydra_composes(experiment, optimizer):
-    """An experiment that builds on another comes between, for neither may change the other."""
-    pair = [
-        f"experiment={experiment}",
-        f"optimizer={optimizer}",
-        "seed=3",
-        "+optimizer.foreach=true",
-    ]
+@pytest.mark.parametrize(("pair", "scale"), [*zip(TUNED[::3], cycle(SCALES))])
+def test_compose_equals_hydra(pair, scale):
+    """Composing another experiment in between must not change the result."""
+    words = [f"experiment={pair[0]}", f"optimizer={pair[1]}", f"scale={scale}"]
     compose(["experiment=nmt_by_heart", "optimizer=adashift"])
-    for scale in ("paper", "laptop", "smoke"):
-        assert compose([*pair, f"scale={scale}"]) == as_hydra_composes([*pair, f"scale={scale}"])
+    words += ["seed=3", "+optimizer.foreach=true"]
+    assert compose(words) == hydra_compose(words)
 
 
-def test_values_come_from_experiment_optimizer_and_tuned_file():
+def test_values_come_from_the_experiment_optimizer_and_tuned_files():
     config = compose([*PAIR, "scale=paper"])
     assert config.experiment == "counterexample_stochastic"
     assert config.optimizer_name == "adam"
@@ -55,7 +53,7 @@ def test_values_come_from_experiment_optimizer_and_tuned_file():
     assert config.optimizer["betas"] == [0, 0.999]
 
 
-def test_the_command_line_wins():
+def test_the_command_line_overrides_the_files():
     config = compose([*PAIR, "optimizer.lr=0.5", "steps=7", "seed=3"])
     assert (config.optimizer["lr"], config.steps, config.seed) == (0.5, 7, 3)
 
@@ -65,22 +63,22 @@ def test_tuned_values_do_not_leak_into_the_next_optimizer():
     assert "n" not in compose(PAIR).optimizer
 
 
-@pytest.mark.parametrize(("gpu", "scale"), [(True, "paper"), (False, "paper")])
-def test_auto_scale_of_an_experiment_that_a_cpu_can_do(monkeypatch, gpu, scale):
+@pytest.mark.parametrize(
+    ("gpu", "cpu_scale", "scale"),
+    [
+        (True, "paper", "paper"),
+        (True, "laptop", "paper"),
+        (False, "paper", "paper"),
+        (False, "laptop", "laptop"),
+    ],
+)
+def test_auto_scale_is_paper_on_a_gpu_and_cpu_scale_elsewhere(monkeypatch, gpu, cpu_scale, scale):
     monkeypatch.setattr(composing, "has_gpu", lambda: gpu)
-    assert compose(PAIR).scale == scale
+    assert compose([*PAIR, f"cpu_scale={cpu_scale}"]).scale == scale
 
 
-def test_auto_scale_asks_the_experiment_when_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(composing, "has_gpu", lambda: False)
-    assert compose([*PAIR, "cpu_scale=laptop"]).scale == "laptop"
-    monkeypatch.setattr(composing, "has_gpu", lambda: True)
-    assert compose([*PAIR, "cpu_scale=laptop"]).scale == "paper"
-
-
-def test_a_hidden_gpu_is_no_gpu(monkeypatch):
+def test_a_hidden_gpu_does_not_count(monkeypatch):
     monkeypatch.setattr(gpus.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not gpus.has_gpu()
@@ -94,31 +92,36 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch):
         (["scale=huge"], ["scale=huge", "laptop, paper, smoke"]),
         (["sede=1"], ["sede", "did you mean seed"]),
         (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr"]),
-        (["+optimizer_nam=x"], ["optimizer_nam", "known are"]),
-        (["seed=-1"], ["seed=-1", "greater than or equal to 0"]),
+        (["+optimizer_nam=x"], ["optimizer_nam", "expected one of"]),
+        (["seed=-1"], ["seed=-1 is invalid: expected a value greater than or equal to 0"]),
         (["seed=one"], ["seed=one", "integer"]),
         (["steps=0"], ["steps=0", "greater than 0"]),
         (["steps=many"], ["steps=many", "integer"]),
-        (["optimizer.betas=[1.2,0.9]"], ["optimizer.betas=[1.2, 0.9]", "two numbers in [0, 1)"]),
+        (["optimizer.betas=[1.2,0.9]"], ["optimizer.betas=[1.2, 0.9]", "two numbers in [0, 1]"]),
         (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "two numbers"]),
-        (["optimizer.lr=-1"], ["optimizer.lr=-1", "0 or more"]),
+        (["optimizer.lr=-1"], ["optimizer.lr=-1 is invalid: expected a number that is 0 or more"]),
         (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number"]),
         (["optimizer=adashift", "optimizer.n=0"], ["optimizer.n=0", "1 or more"]),
-        (["device=abacus"], ["device=abacus"]),
-        (["tracking.mode=sometimes"], ["tracking.mode=sometimes", "'offline'"]),
-        (["optimizer.betas=[0.9"], ["cannot read an argument", "[0.9"]),
-        (["experiment=mnist_lr", "+task.data.limit=5"], ["task.data", "data stands at the top"]),
+        (["device=abacus"], ["device=abacus is invalid: expected a string that matches", "cuda"]),
+        (["tracking.mode=sometimes"], ["tracking.mode=sometimes is invalid: expected 'auto'"]),
+        (["optimizer.betas=[0.9"], ["cannot parse an override", "[0.9", "check its brackets"]),
+        (["experiment=mnist_lr", "+task.data.limit=5"], ["task.data", "data is a top-level key"]),
         (["experiment=lemma_2", "optimizer=sgd"],
-         ["optimizer.lr has no value", "conf/tuned/lemma_2/sgd.yaml", "pass optimizer.lr=…"]),
+         ["optimizer.lr has no value", "conf/tuned/lemma_2/sgd.yaml", "set optimizer.lr=…"]),
     ],
 )  # fmt: skip
-def test_a_bad_request_is_refused_in_one_line_with_the_key_and_the_cure(overrides, words):
+def test_an_invalid_override_is_a_one_line_error_with_key_and_fix(overrides, words):
     groups = {o.split("=")[0] for o in overrides}
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         compose([p for p in PAIR if p.split("=")[0] not in groups] + overrides)
-    message = str(refusal.value)
+    message = str(error.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_several_runs_need_multirun():
+    error = run_py("runs=figure-1")
+    assert error == "error: runs=figure-1 is more than one run: use run.py -m runs=figure-1"
 
 
 @pytest.mark.parametrize(
@@ -130,37 +133,37 @@ def test_a_bad_request_is_refused_in_one_line_with_the_key_and_the_cure(override
         ({"_target_": "no.such.Module", "lr": 0.1}, ["no.such.Module", "imported"]),
     ],
 )
-def test_a_call_is_checked_against_what_it_calls(node, words):
-    with pytest.raises(ConfigError) as refusal:
+def test_arguments_are_checked_against_the_signature_of_the_target(node, words):
+    with pytest.raises(ConfigError) as error:
         build(node | {"_partial_": True}, "optimizer")
-    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
-def test_nested_calls_are_checked_too():
+def test_arguments_of_nested_targets_are_checked():
     config = compose([*PAIR, "task.problem.C=much"])
     with pytest.raises(ConfigError, match=r"task\.problem\.C=much"):
         build(config.task, "task", seed=0, device=None)
 
 
-def test_what_a_class_refuses_is_passed_on():
+def test_an_error_raised_by_the_target_is_reported():
     config = compose([*PAIR, "task.problem.delta=200"])
     with pytest.raises(ConfigError, match="delta is 200"):
         build(config.task, "task", seed=0, device=None)
 
 
-def test_the_parts_of_a_task_are_typed_at_the_top():
+def test_parts_of_a_task_are_top_level_keys():
     config = compose(["experiment=resnet_cifar10", "optimizer=adam", "data.limit=7"])
     assert config.task["data"]["limit"] == 7
     assert config.digest() != compose(["experiment=resnet_cifar10", "optimizer=adam"]).digest()
 
 
-def test_what_is_null_at_the_top_is_no_part_of_the_identity():
-    """A new setting that is off by default must not make old runs look like others."""
+def test_a_top_level_null_is_not_part_of_the_identity():
+    """A new setting that is off by default must not change the identity of old runs."""
     assert "schedule" not in compose(PAIR).identity()
     assert "schedule" in compose(["experiment=resnet_cifar10", "optimizer=adam"]).identity()
 
 
-def test_lists_have_scales_too():
+def test_lists_depend_on_the_scale():
     blocks = [
         compose(["experiment=densenet_cifar10", "optimizer=adam", f"scale={scale}"]).task["model"]
         for scale in ("paper", "smoke")
@@ -168,7 +171,7 @@ def test_lists_have_scales_too():
     assert [node["blocks"] for node in blocks] == [[6, 12, 48, 32], [1, 1]]
 
 
-def test_seed_device_tracking_and_results_are_no_part_of_the_identity():
+def test_seed_device_tracking_and_results_are_not_part_of_the_identity():
     same = compose(
         [*PAIR, "seed=5", "device=cpu", "tracking=off", "results=/elsewhere", "force=true"]
     )
@@ -179,16 +182,16 @@ def test_seed_device_tracking_and_results_are_no_part_of_the_identity():
     "change",
     ["optimizer.lr=0.01", "steps=1000", "task.problem.C=50", "scale=smoke", "optimizer.eps=0"],
 )
-def test_every_other_setting_is(change):
+def test_every_other_setting_is_part_of_the_identity(change):
     assert compose([*PAIR, change]).digest() != compose(PAIR).digest()
 
 
-def test_a_whole_number_and_its_float_are_one_setting():
+def test_an_integer_and_the_equal_float_are_the_same_setting():
     digests = {compose([*PAIR, f"optimizer.betas=[{b},0.999]"]).digest() for b in ("0", "0.0")}
     assert len(digests) == 1
 
 
-def test_a_run_keeps_its_identity_when_a_module_moves_or_hydra_is_told_something():
+def test_module_paths_and_hydra_flags_are_not_part_of_the_identity():
     node = {"_target_": "a.b.Thing", "size": 1, "inner": {"_target_": "c.load_it"}}
     moved = {"_target_": "x.Thing", "size": 1.0, "inner": {"_target_": "y.z.load_it"}}
     flags = {"_partial_": True, "_convert_": "all", "_version_": 1}
@@ -196,7 +199,7 @@ def test_a_run_keeps_its_identity_when_a_module_moves_or_hydra_is_told_something
     assert schema.canonical(node) != schema.canonical(node | {"_target_": "a.b.Other"})
 
 
-def test_another_version_is_another_run_and_no_argument():
+def test_the_version_is_part_of_the_identity_and_not_an_argument():
     assert compose([*PAIR, "+optimizer._version_=1"]).digest() == compose(PAIR).digest()
     second = compose([*PAIR, "+optimizer._version_=2", "+task.problem._version_=2"])
     assert second.digest() != compose([*PAIR, "+optimizer._version_=2"]).digest()
@@ -210,8 +213,8 @@ def test_another_version_is_another_run_and_no_argument():
     assert compose([*PAIR, f"steps={10**400}"]).digest()
 
 
-def test_a_name_that_identifies_a_run_is_that_of_one_thing_in_one_version():
-    """Two functions called `load` would be the same run to the digest."""
+def test_every_target_has_a_unique_name():
+    """The digest has only the name: two functions called `load` would give the same run."""
     found = {}
     for path in CONF.rglob("*.yaml"):
         for text in re.findall(r"_target_: *(.+)", path.read_text()):
@@ -221,7 +224,7 @@ def test_a_name_that_identifies_a_run_is_that_of_one_thing_in_one_version():
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
-# Published records are found by these: a change of them orphans every record.
+# Published records are found by their digest: if one changes, its records are lost.
 DIGESTS = {
     ("counterexample_stochastic", "adashift", "paper"): "363d2b95",
     ("mnist_mlp", "adam", "paper"): "aad19e6e",
@@ -232,14 +235,13 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("words", DIGESTS)
-def test_an_identity_stays(words):
+def test_digests_do_not_change(words):
     keys = ("experiment", "optimizer", "scale")
     found = compose([f"{key}={word}" for key, word in zip(keys, words, strict=True)]).digest()
     assert found == DIGESTS[words]
 
 
 def test_the_digest_is_the_same_in_every_process(monkeypatch):
-    """The folder of a run must be found again tomorrow."""
     code = f"from experiments.config.compose import compose; print(compose({PAIR}).digest())"
     found = set()
     for order in ("1", "2"):
@@ -250,12 +252,12 @@ def test_the_digest_is_the_same_in_every_process(monkeypatch):
 
 
 @pytest.mark.parametrize("group", ["experiment", "optimizer", "scale"])
-def test_a_group_cannot_be_left_out(group):
+def test_a_config_group_cannot_be_null(group):
     with pytest.raises(ConfigError, match="cannot be null"):
         compose([p for p in PAIR if not p.startswith(group)] + [f"{group}=null"])
 
 
-def test_results_are_where_the_user_says_seen_from_where_the_user_stands(tmp_path, monkeypatch):
+def test_the_results_folder_is_relative_to_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert compose([*PAIR, "results=out"]).results == tmp_path / "out"
     assert compose([*PAIR, f"results={tmp_path}/x"]).results == tmp_path / "x"
@@ -265,14 +267,14 @@ def test_results_are_where_the_user_says_seen_from_where_the_user_stands(tmp_pat
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.parametrize("scale", ["paper", "laptop", "smoke"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_every_experiment_composes_at_every_scale(experiment, scale):
     optimizer = next(o for e, o in TUNED if e == experiment)
     config = compose([f"experiment={experiment}", f"optimizer={optimizer}", f"scale={scale}"])
     assert config.steps or config.task["trainer"]["epochs"]
 
 
-def test_every_tuned_value_has_a_source():
+def test_every_tuned_value_has_a_comment_with_its_source():
     for path in (CONF / "tuned").glob("*/*.yaml"):
         lines = [
             line for line in path.read_text().splitlines() if line and not line.startswith("#")
@@ -286,7 +288,7 @@ def test_every_tuned_file_belongs_to_an_experiment_and_an_optimizer():
         assert (CONF / "optimizer" / f"{optimizer}.yaml").exists()
 
 
-def test_experiment_files_set_no_optimizer_values():
+def test_experiment_files_do_not_set_optimizer_values():
     for path in (CONF / "experiment").glob("*.yaml"):
         assert "optimizer" not in yaml.safe_load(path.read_text().replace("${", "x{")), path
 
@@ -303,7 +305,6 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
     tool.write_text("#!/bin/sh\n" + "echo GPU\n" * listed)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus.count_gpus() == count
@@ -312,19 +313,19 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
 @pytest.mark.parametrize(
     ("count", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
 )
-def test_as_many_jobs_as_the_machine_serves(monkeypatch, count, threads, jobs):
+def test_parallel_jobs_are_one_per_gpu_or_fill_the_cores(monkeypatch, count, threads, jobs):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("experiments.config.gpus.count_gpus", lambda: count)
     assert gpus.jobs_at_once(threads) == jobs
 
 
 @pytest.mark.parametrize("name", paths.choices_of("engine"))
-def test_an_engine_is_no_part_of_a_run_and_says_what_it_needs(name):
-    """Its launcher is installed by make setup-cluster, which is not what tests have."""
+def test_an_engine_is_not_part_of_the_identity(name):
+    """Without make setup-cluster its launcher is missing: then the error names that command."""
     text = (CONF / "engine" / f"{name}.yaml").read_text()
     assert f"# python run.py -m engine={name} " in text
     assert not set(yaml.safe_load(text)) - {"defaults", "hydra"}
     try:
-        assert as_hydra_composes([f"engine={name}"]) == compose([])
+        assert hydra_compose([f"engine={name}"]) == compose([])
     except ConfigError as error:
-        assert str(error) == "this engine's launcher is not installed: make setup-cluster"
+        assert str(error) == "the launcher of this engine is not installed: run make setup-cluster"

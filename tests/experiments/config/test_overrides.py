@@ -1,16 +1,14 @@
-"""Whatever is typed behind run.py is run, or refused in one line.
+"""Every command line of run.py runs or fails with a one-line error.
 
-`make fuzz` tries 300 command lines that are new every time; here fewer, and always the same.
+`make fuzz` tries 300 random command lines; the test tries fewer, always the same.
 """
 
 import os
 import signal
-import sys
 from functools import cache
 
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -18,17 +16,14 @@ from experiments.config.compose import compose
 from experiments.config.paths import choices_of
 from experiments.config.schema import PARTS, leaves
 from experiments.records.run import typed
+from tests.experiments.command_line import run_py
 
-with pytest.MonkeyPatch.context() as environment:  # it changes it, for itself alone
-    environment.setenv("HYDRA_FULL_ERROR", "")
-    import run as program
-
-EXAMPLES = int(os.environ.get("OVERRIDES", "0"))  # 0: those of the tests
+EXAMPLES = int(os.environ.get("OVERRIDES", "0"))  # 0: the fixed examples of the test
 EXPERIMENTS = [
     "counterexample_stochastic", "final_theta_sequential", "ill_conditioned_linear",
     "mnist_correlation", "mnist_mlp", "nmt", "resnet_cifar10", "wgan_critic",
 ]  # fmt: skip
-# Keys that a request may hold at the top, or that are none.
+# Top-level keys, and keys that do not exist.
 NAMES = [
     "experiment", "optimizer", "scale", "tracking", "sweep", "tuned", "task", *PARTS, "schedule",
     "nope", "optimiser", "a.b.c", "optimizer.nope", "hydra.nope", "hydra/launcher", "optimizer@x",
@@ -48,7 +43,7 @@ WORDS = [
 
 @cache
 def keys(experiment):
-    """Every value that the config of an experiment has, as it is typed."""
+    """Every key in the config of an experiment, as typed on the command line."""
     names = [f"experiment={experiment}", "optimizer=adam", "scale=smoke"]
     config = compose([*names, "++optimizer.lr=0.01"])
     named = {"results", "experiment", "optimizer_name", "scale"}
@@ -59,7 +54,7 @@ values = st.sampled_from(NUMBERS) | st.sampled_from(WORDS) | st.text(max_size=5)
 
 
 @st.composite
-def requests(draw):
+def command_lines(draw):
     experiment = draw(st.sampled_from(EXPERIMENTS))
     words = [
         f"experiment={experiment}",
@@ -72,56 +67,48 @@ def requests(draw):
     return words
 
 
-class Long(BaseException):
-    """A run that was accepted and takes its time."""
+class LongRun(BaseException):
+    """A run that was accepted and takes longer than the test waits."""
 
 
-def answer(words):
-    """What the command line says: the status it leaves with, None or 0 for a run that was made."""
-    GlobalHydra.instance().clear()
-    sys.argv = ["run.py", *words]
+def raise_long_run(number, frame):
+    raise LongRun
+
+
+def status_of(words):
+    """The exit status of the command line; None for a run that takes longer than 5 seconds."""
     signal.setitimer(signal.ITIMER_REAL, 5)
     try:
-        with program.clean_exit():
-            program.main()
-    except SystemExit as leaving:
-        return leaving.code
-    except Long:
+        return run_py(*words)
+    except LongRun:
         return None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        GlobalHydra.instance().clear()
-    return None
-
-
-def leave(number, frame):
-    raise Long
 
 
 @pytest.fixture
-def command_line(tmp_path, monkeypatch):
-    """A folder where whatever is asked for may be written."""
+def small(tmp_path, monkeypatch):
+    """Overrides that make any run short, in a folder where it may write."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    torch.use_deterministic_algorithms(False)  # what is imported when it is first used, must not
-    torch.optim.SGD([torch.zeros(1)])  # be interrupted in the middle
-    before = signal.signal(signal.SIGALRM, leave)
-    small = ["scale=smoke", "tracking=off", f"results={tmp_path}", "++steps=2", "threads=1"]
-    yield [*small, "log_every=1", "++optimizer.lr=0.01"]
+    torch.use_deterministic_algorithms(False)  # modules that torch imports on first use: the timer
+    torch.optim.SGD([torch.zeros(1)])  # must not interrupt such an import
+    before = signal.signal(signal.SIGALRM, raise_long_run)
+    words = ["scale=smoke", "tracking=off", f"results={tmp_path}", "++steps=2", "threads=1"]
+    yield [*words, "log_every=1", "++optimizer.lr=0.01"]
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES or 50,
     derandomize=not EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(requests())
-def test_a_request_is_run_or_refused_in_one_line(command_line, words):
+@given(command_lines())
+def test_a_command_line_runs_or_fails_with_a_one_line_error(small, words):
     note(" ".join(map(repr, words)))
-    code = answer([*command_line, *words])
-    if code not in (None, 0):
-        assert isinstance(code, str) and code.startswith("error: "), code
-        assert "\n" not in code and len(code) < 600, code
+    status = status_of([*small, *words])
+    if status not in (None, 0):
+        assert isinstance(status, str) and status.startswith("error: "), status
+        assert "\n" not in status and len(status) < 600, status

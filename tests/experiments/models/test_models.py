@@ -1,4 +1,4 @@
-"""The networks: the published ones number by number, and smaller ones of the same form at work."""
+"""The networks: shapes and counts of the published ones, behaviour of smaller ones."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
 from experiments.models.densenet import DenseBlock, DenseNet
-from experiments.models.resnet import Block, PreActResNet
+from experiments.models.resnet import PreActBlock, PreActResNet
 
 RESNET = {"width": 32, "blocks": [2, 2, 2, 2], "classes": 10}
 CIFAR = {
@@ -60,7 +60,7 @@ def layers(net, *types):
 
 
 def shapes_after(modules, net, x):
-    """The shape of one image behind each of the modules."""
+    """Return the shape of one image after each of the modules."""
     found = []
     for m in modules:
         m.register_forward_hook(lambda _module, _x, y: found.append(tuple(y.shape[1:])))
@@ -74,17 +74,17 @@ def shapes_after(modules, net, x):
     ("name", "count"),
     [("ResNet", 2_799_114), ("CIFAR", 6_365_962), ("Tiny", 553_280), ("BC-100", 769_162)],
 )
-def test_the_published_networks_have_their_parameters(name, count):
+def test_parameter_counts_of_the_published_networks(name, count):
     assert sum(p.numel() for p in PUBLISHED[name]().parameters()) == count
 
 
 @pytest.mark.parametrize(
     ("name", "weights"), [("ResNet", 18), ("CIFAR", 201), ("Tiny", 28), ("BC-100", 100)]
 )
-def test_the_depth_is_that_of_the_name(name, weights):
+def test_depth_of_the_published_networks(name, weights):
     """The released "100-layer" network has 201; shortcuts are not counted."""
     net = PUBLISHED[name]()
-    shortcuts = sum(isinstance(m.shortcut, nn.Conv2d) for m in layers(net, Block))
+    shortcuts = sum(isinstance(m.shortcut, nn.Conv2d) for m in layers(net, PreActBlock))
     assert len(layers(net, nn.Conv2d, nn.Linear)) - shortcuts == weights
 
 
@@ -127,8 +127,8 @@ def test_shapes_of_the_densenets(name, shapes):
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_the_shortcut_of_a_block_sees_the_raw_input(stride):
-    block, x = Block(4, 4 * stride, stride), torch.randn(2, 4, 8, 8)
+def test_the_shortcut_of_a_block_gets_the_raw_input(stride):
+    block, x = PreActBlock(4, 4 * stride, stride), torch.randn(2, 4, 8, 8)
     before = x.clone()
     assert kinds(block.residual) == ["BatchNorm2d", "ReLU", "Conv2d"] * 2
     nn.init.zeros_(block.residual[-1].weight)
@@ -139,7 +139,7 @@ def test_the_shortcut_of_a_block_sees_the_raw_input(stride):
 
 
 @pytest.mark.parametrize("bottleneck", [False, True])
-def test_a_dense_block_keeps_what_it_is_given_and_adds_to_it(bottleneck):
+def test_a_dense_block_concatenates_its_input_and_new_channels(bottleneck):
     net = DenseNet(**TINY | {"growth": 4, "blocks": [3], "bottleneck": bottleneck})
     (block,) = net.blocks
     x = torch.randn(2, 8, 6, 6)
@@ -149,7 +149,7 @@ def test_a_dense_block_keeps_what_it_is_given_and_adds_to_it(bottleneck):
     assert torch.equal(y[:, :8], before) and torch.equal(x, before)
 
 
-def test_the_order_within_a_dense_network():
+def test_order_of_layers_in_a_densenet():
     part = ["BatchNorm2d", "ReLU", "Conv2d", "Dropout"]
     net = SMALL["CIFAR"]()
     narrow, wide = layers(net, DenseBlock)[0][0]
@@ -164,7 +164,7 @@ def test_the_order_within_a_dense_network():
 
 def assert_he(weight):
     std = (1.3 * 2 / weight[0].numel()) ** 0.5
-    cut = 0.8796 * std  # of what is left of a normal variable within two standard deviations
+    cut = 0.8796 * std  # of a normal variable truncated at two standard deviations
     assert weight.std() == pytest.approx(cut, rel=3 / weight.numel() ** 0.5)
     assert abs(weight.mean()) < 5 * cut / weight.numel() ** 0.5
     assert weight.abs().max() <= 2 * std * 1.0001
@@ -186,7 +186,7 @@ def assert_glorot(weight):
         ("Tiny", assert_he, assert_glorot),
     ],
 )
-def test_weights_start_as_in_the_released_code(name, convolution, linear):
+def test_initial_weights_are_those_of_the_released_code(name, convolution, linear):
     torch.manual_seed(0)
     net = PUBLISHED[name]()
     for layer in layers(net, nn.Conv2d):
@@ -194,13 +194,13 @@ def test_weights_start_as_in_the_released_code(name, convolution, linear):
     linear(net.linear.weight.detach())
 
 
-def test_he_keeps_the_variance_that_it_promises():
+def test_he_has_variance_two_over_fan_in():
     weight = PUBLISHED["ResNet"]().stages[3][1].residual[5].weight.detach()
     assert weight.var() * weight[0].numel() == pytest.approx(2, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_biases_start_at_zero_and_only_the_resnet_has_them_in_convolutions(name):
+def test_biases_start_at_zero_and_only_resnet_convolutions_have_them(name):
     net = PUBLISHED[name]()
     biases = [layer.bias for layer in layers(net, nn.Conv2d)]
     assert all((bias is not None) == (name == "ResNet") for bias in biases)
@@ -219,7 +219,7 @@ def test_batch_norm_is_that_of_the_released_code(name, momentum, eps):
 
 
 @every_net
-def test_a_seed_gives_the_weights(name):
+def test_the_seed_determines_the_weights(name):
     first, again, other = (small(name, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not all(torch.equal(first[key], other[key]) for key in first)
@@ -228,20 +228,20 @@ def test_a_seed_gives_the_weights(name):
 @dense_nets
 def test_dropout_drops_a_fifth_in_training(name):
     drops = layers(small(name), nn.Dropout)
-    assert len(drops) == len(layers(small(name), nn.Conv2d)) - 1  # all but the stem
+    assert len(drops) == len(layers(small(name), nn.Conv2d)) - 1  # all except the stem
     left = (drops[0](torch.ones(100_000)) > 0).float().mean()
     assert left == pytest.approx(0.8, abs=0.01)
 
 
 @dense_nets
-def test_dropout_is_for_training_alone(name):
+def test_dropout_is_active_only_in_training(name):
     net, x = small(name), images()
     assert not torch.equal(net(x), net(x))
     net.eval()
     assert torch.equal(net(x), net(x))
 
 
-def test_without_dropout_training_has_no_noise():
+def test_without_dropout_training_is_deterministic():
     net, x = DenseNet(**TINY | {"growth": 4, "blocks": [2, 1], "dropout": 0}), images()
     assert torch.equal(net(x), net(x))
 
@@ -256,8 +256,8 @@ def test_gradients_reach_every_parameter(name):
         assert parameter in before_a_norm or parameter.grad.abs().max() > 1e-6
 
 
-def test_convolution_biases_of_the_resnet_do_nothing_in_training():
-    """Every path from them ends in a batch norm, which subtracts them: their gradient is 0."""
+def test_convolution_biases_of_the_resnet_have_no_effect_in_training():
+    """Batch norm subtracts them, so their gradient is 0."""
     net, x = small("ResNet").double(), images().double()
     before = net(x)
     for layer in layers(net, nn.Conv2d):
@@ -267,25 +267,25 @@ def test_convolution_biases_of_the_resnet_do_nothing_in_training():
 
 @every_net
 @pytest.mark.parametrize("size", [32, 64])
-def test_images_of_both_sizes_fit(name, size):
+def test_both_image_sizes_work(name, size):
     net = small(name)
     assert net(images(2, size)).shape == (2, net.linear.out_features)
 
 
 @every_net
-def test_channels_last_gives_the_same(name):
+def test_channels_last_gives_the_same_output(name):
     net, x = small(name).eval(), images()
     expected = net(x)
     net, x = (part.to(memory_format=torch.channels_last) for part in (net, x))
     inner = []
     net.head.register_forward_hook(lambda _module, _x, y: inner.append(y))
     torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-5)
-    assert inner[0].is_contiguous(memory_format=torch.channels_last)  # all the way
+    assert inner[0].is_contiguous(memory_format=torch.channels_last)  # up to the head
 
 
 @every_net
-@torch.no_grad()  # oneDNN's gradient of a bf16 convolution with a stride can crash where AMX is
-def test_bf16_stays_near(name):
+@torch.no_grad()  # oneDNN's gradient of a strided bf16 convolution can crash with AMX
+def test_bf16_is_close_to_float32(name):
     net, x = small(name).eval(), images()
     expected = net(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -295,13 +295,13 @@ def test_bf16_stays_near(name):
 
 
 @pytest.mark.parametrize("name", ["ResNet", "CIFAR"])
-def test_each_network_is_one_graph(name):
-    """aot_eager: the graphs that inductor would get, without its half a minute of compiling."""
+def test_each_network_compiles_to_one_graph(name):
+    """aot_eager builds inductor's graphs without half a minute of compilation."""
     outputs, gradients = [], []
     for wrap in (lambda net: net, lambda n: torch.compile(n, backend="aot_eager", fullgraph=True)):
         net = small(name)
         for drop in layers(net, nn.Dropout):
-            drop.p = 0.0  # compiled dropout draws other numbers
+            drop.p = 0.0  # compiled dropout draws different numbers
         outputs.append(wrap(net)(images()))
         outputs[-1].square().mean().backward()
         gradients.append(net.stem.weight.grad)
@@ -319,9 +319,9 @@ def test_each_network_is_one_graph(name):
         ("densenet.DenseNet", TINY, {"init": "normal"}),
     ],
 )
-def test_settings_are_checked_by_name(target, settings, wrong):
+def test_invalid_settings_are_reported_by_name(target, settings, wrong):
     node = {"_target_": f"experiments.models.{target}", **settings, "blocks": [1, 1]}
     assert isinstance(build(node, "task.net"), nn.Module)
     (key,) = wrong
-    with pytest.raises(ConfigError, match=rf"task\.net\.{key}=.* is refused"):
+    with pytest.raises(ConfigError, match=rf"task\.net\.{key}=.* is invalid"):
         build(node | wrong, "task.net")

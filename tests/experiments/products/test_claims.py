@@ -1,4 +1,4 @@
-"""Claims: the interval, the verdict, and what becomes of verdicts when runs are not at hand."""
+"""Claims: the interval, the verdict, and verdicts without records."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,8 +9,9 @@ import pytest
 
 from experiments.config.errors import ConfigError
 from experiments.products import claims, summaries
-from experiments.products.claims import Claim, Part, interval, judge, judge_spec, weigh
-from experiments.products.specs import Spec
+from experiments.products.checks import check_seeds
+from experiments.products.claims import interval, judge_claim, judge_spec, verdict_of
+from experiments.products.schema import Claim, Comparison, Spec
 
 
 @dataclass
@@ -38,12 +39,12 @@ def group(*values):
 
 def claim(*parts, **changes):
     about = {"id": "F1", "place": "here", "text": "so it is", "metric": "x"}
-    return Claim(**(about | changes), parts=[Part(**p) for p in parts])
+    return Claim(**(about | changes), parts=[Comparison(**p) for p in parts])
 
 
 def verdict(relation, left, right, margin=0.0):
     part = {"left": "a", "relation": relation, "right": "b", "margin": margin}
-    return judge(claim(part), {"a": group(*left), "b": group(*right)})["verdict"]
+    return judge_claim(claim(part), {"a": group(*left), "b": group(*right)})["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -64,15 +65,15 @@ def test_verdicts_over_seeds(relation, left, expected):
     assert verdict(relation, left, [0, 0, 0], margin=0.1 if relation == "near" else 0) == expected
 
 
-def test_a_run_that_diverged_is_not_taken_at_its_last_number():
+def test_a_claim_on_a_diverged_run_is_inconclusive():
     runs = group(-5, -5.1, -5.2)
     below = claim({"left": "a", "relation": "below"})
-    assert judge(below, {"a": runs})["verdict"] == "holds"
+    assert judge_claim(below, {"a": runs})["verdict"] == "holds"
     runs[2].status = "diverged"
-    assert judge(below, {"a": runs})["verdict"] == "inconclusive"
+    assert judge_claim(below, {"a": runs})["verdict"] == "inconclusive"
 
 
-def test_a_margin_must_be_passed_by_the_whole_interval():
+def test_the_whole_interval_must_exceed_the_margin():
     assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=0.5) == "holds"
     assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=1.0) == "inconclusive"
     assert verdict("below", [-1.0, -1.1, -0.9], [0, 0, 0], margin=2.0) == "fails"
@@ -84,13 +85,13 @@ def test_seeds_are_compared_in_pairs():
     assert verdict("below", noise - 1, noise) == "holds"
 
 
-def test_a_run_without_randomness_is_judged_by_its_one_value():
-    assert weigh("below", -1e-9, -1e-9, 0) == "holds"
-    assert weigh("below", 0.0, 0.0, 0) == "fails"
-    assert weigh("near", 0.0, 0.0, 0) == "holds"
+def test_a_deterministic_run_is_judged_by_its_single_value():
+    assert verdict_of("below", -1e-9, -1e-9, 0) == "holds"
+    assert verdict_of("below", 0.0, 0.0, 0) == "fails"
+    assert verdict_of("near", 0.0, 0.0, 0) == "holds"
 
 
-def test_the_interval_is_students():
+def test_the_interval_is_students_t():
     low, high = interval(np.array([1.0, 2.0, 3.0]))
     assert (low, high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
     assert interval(np.array([2.0])) == (2.0, 2.0)
@@ -99,60 +100,51 @@ def test_the_interval_is_students():
 def test_a_claim_is_as_good_as_its_worst_part():
     groups = {"a": group(-1, -1.1), "b": group(1, 1.1)}
     good, bad = ({"left": name, "relation": "below"} for name in "ab")
-    assert judge(claim(good), groups)["verdict"] == "holds"
-    row = judge(claim(good, bad), groups)
+    assert judge_claim(claim(good), groups)["verdict"] == "holds"
+    row = judge_claim(claim(good, bad), groups)
     assert row["verdict"] == "fails"
     assert row["numbers"].count(";") == 1 and row["seeds"] == "2"
 
 
-def test_several_names_are_judged_by_their_spread_seed_by_seed():
+def test_several_runs_are_judged_by_their_spread_per_seed():
     groups = {"a": group(1, 12, 30), "b": group(1.5, 12.1, 29.5), "c": group(1.2, 11.8, 30)}
     near = {"left": ["a", "b", "c"], "relation": "near", "margin": 2}
-    row = judge(claim(near), groups)
+    row = judge_claim(claim(near), groups)
     assert row["verdict"] == "holds" and "spread over a, b, c, last x: 0.4333" in row["numbers"]
-    assert judge(claim(near | {"margin": 0.1}), groups)["verdict"] == "fails"
+    assert judge_claim(claim(near | {"margin": 0.1}), groups)["verdict"] == "fails"
     less = {"left": ["a", "c"], "relation": "below", "right": ["a", "b", "c"]}
-    assert "spread over a, c − spread over a, b, c" in judge(claim(less), groups)["numbers"]
-    with pytest.raises(ConfigError, match="compares nobody"):
-        judge(claim({"left": ["a", "nobody"], "relation": "near"}), groups)
+    assert "spread over a, c − spread over a, b, c" in judge_claim(claim(less), groups)["numbers"]
     groups["c"][1].status = "diverged"
-    assert judge(claim(near), groups)["verdict"] == "inconclusive"
+    assert judge_claim(claim(near), groups)["verdict"] == "inconclusive"
 
 
-def test_a_run_without_randomness_can_stand_beside_several_seeds():
+def test_a_deterministic_run_can_be_compared_with_several_seeds():
     groups = {"once": group(1.0), "a": group(2.0, 2.1, 2.2)}
-    assert judge(claim({"left": "once", "relation": "below", "right": "a"}), groups)["seeds"] == "3"
+    assert (
+        judge_claim(claim({"left": "once", "relation": "below", "right": "a"}), groups)["seeds"]
+        == "3"
+    )
     near = {"left": ["once", "a"], "relation": "near", "margin": 2}
-    assert judge(claim(near), groups)["verdict"] == "holds"
+    assert judge_claim(claim(near), groups)["verdict"] == "holds"
 
 
-def test_a_claim_on_a_spread_rests_on_all_its_runs():
+def test_a_claim_on_a_spread_needs_all_its_runs():
     groups = {"a": group(1, 2), "b": group(1, 2)}
     part = {"left": ["a", "b"], "relation": "near", "margin": 1}
     spread = claim(part)
     assert claims.needed(spread, groups) == [*groups["a"], *groups["b"]]
-    groups["b"] = groups["b"][:1]
-    with pytest.raises(ConfigError, match="a and b over"):
-        claims.refuse_one_seed(spread, Spec(title="t", seeds=2, runs={}), groups)
 
 
-def test_unknown_names_are_refused():
-    groups = {"a": group(1)}
-    with pytest.raises(ConfigError, match="compares nobody"):
-        judge(claim({"left": "a", "relation": "below", "right": "nobody"}), groups)
-    with pytest.raises(ConfigError, match="nosuch"):
-        judge(claim({"left": "a", "relation": "below"}, statistic="nosuch"), groups)
-    with pytest.raises(ConfigError, match="of y"):
-        judge(claim({"left": "a", "relation": "below"}, metric="y"), groups)
+def test_a_record_without_the_metric_is_reported():
+    with pytest.raises(ConfigError, match="somewhere has no metric y: train it again with force"):
+        judge_claim(claim({"left": "a", "relation": "below"}, metric="y"), {"a": group(1)})
 
 
-def test_one_seed_is_no_evidence_unless_it_settles_the_matter():
-    once = spec()
-    assert judge_spec(once, {"a": group(-1)}, {})[0]["verdict"] == "holds"
-    random = once.model_copy(update={"once": []})
-    with pytest.raises(ConfigError, match="raise `seeds`"):
-        judge_spec(random, {"a": group(-1)}, {})
-    assert judge_spec(random, {"a": group(-1, -1.1)}, {})[0]["verdict"] == "holds"
+def test_a_claim_on_one_seed_needs_once():
+    with pytest.raises(ConfigError, match="claim F1 compares a with one seed: raise `seeds`"):
+        check_seeds(spec().model_copy(update={"once": []}))
+    check_seeds(spec())
+    check_seeds(spec().model_copy(update={"once": [], "seeds": 2}))
 
 
 def spec(text="so it is", metric="x"):
@@ -166,7 +158,7 @@ def spec(text="so it is", metric="x"):
     )
 
 
-def test_a_verdict_without_records_stands_until_the_claim_or_its_runs_change():
+def test_a_verdict_without_records_is_kept_until_the_claim_or_its_runs_change():
     there, away = {"a": group(-1)}, {"a": [FakeRun(-1, done=False)]}
     (judged,) = judge_spec(spec(), there, {})
     assert judge_spec(spec(), away, {"F1": judged})[0]["verdict"] == "not run", "it had records"
@@ -181,7 +173,7 @@ def test_a_verdict_without_records_stands_until_the_claim_or_its_runs_change():
     assert judge_spec(spec(), other, known)[0]["verdict"] == "not run"
 
 
-def test_verdicts_survive_the_file(tmp_path):
+def test_verdicts_are_read_back_as_written(tmp_path):
     rows = judge_spec(spec(), {"a": group(-1)}, {})
     claims.write_verdicts(rows, tmp_path / "claims")
     assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
@@ -203,7 +195,7 @@ def test_statistics():
     assert summaries.differs_from_exact(curve, "x") == 0.5
 
 
-def test_a_rise_is_that_above_the_least_before_it():
+def test_a_rise_is_measured_from_the_lowest_earlier_value():
     curve = pd.DataFrame({"x": [1000.0, 10.0, np.nan, 100.0, 1.0, 5.0]})
     assert summaries.rise_log10(curve, "x") == pytest.approx(1)
     assert summaries.rise_log10(curve.iloc[:2], "x") == 0
@@ -216,7 +208,7 @@ def test_the_tail_is_the_last_tenth():
     assert summaries.tail_mean(short, "x") == 1 and summaries.tail_sd(short, "x") == 0
 
 
-def test_falls_on_a_grid_are_counted_along_the_right_axis():
+def test_falls_on_a_grid_are_counted_along_one_axis():
     rising = grid([[1, 2], [3, 4]])
     assert summaries.falls_along_beta1(rising, "x") == summaries.falls_along_beta2(rising, "x") == 0
     falls_with_beta2 = grid([[4, 5], [1, 5]])

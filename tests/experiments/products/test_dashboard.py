@@ -1,4 +1,4 @@
-"""The W&B report, as far as it can be made without an account."""
+"""The W&B report, as far as it can be tested without an account."""
 
 import pytest
 

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.products.figures import Group, box_mean, curves
+from experiments.products.figures import RunGroup, box_mean, curves
+from experiments.products.schema import CurvesPanel
 
 
 @dataclass
@@ -29,7 +30,8 @@ class FakeRun:
 
 def drawn(*runs, **options):
     ax = Figure().subplots()
-    return ax, curves(ax, [Group("adam", "Adam", runs)], "x", **options)
+    panel = CurvesPanel(title="(a) x", metric="x", runs=["adam"], **options)
+    return ax, curves(ax, [RunGroup("adam", "Adam", runs)], panel)
 
 
 def test_without_smoothing_there_is_one_line_and_no_other_columns():
@@ -38,7 +40,7 @@ def test_without_smoothing_there_is_one_line_and_no_other_columns():
     assert len(ax.lines) == 1 and table["mean"].tolist() == [2, 2, 2]
 
 
-def test_the_smooth_curve_stands_before_the_raw_one_and_the_table_has_both():
+def test_the_smooth_curve_is_drawn_over_the_raw_one_and_the_table_has_both():
     values = [[0, 6, 0, 6, 0], [0, 12, 0, 12, 0]]
     ax, table = drawn(*(FakeRun(v, seed) for seed, v in enumerate(values)), smooth=3)
     assert table["mean"].tolist() == [0, 9, 0, 9, 0]
@@ -65,7 +67,7 @@ def test_a_smooth_curve_ends_where_a_run_has_ended():
     assert cross.get_xdata().tolist() == [20]
 
 
-def test_a_cross_marks_where_runs_diverged_also_on_an_axis_of_orders():
+def test_a_cross_marks_where_runs_diverged_also_with_orders():
     runs = FakeRun([1, 2, 3, 4], 0), FakeRun([1, 3], 1, "diverged"), FakeRun([2, 5], 2, "diverged")
     ax, table = drawn(*runs, smooth=3, orders=True)
     crosses = [line.get_ydata().item() for line in ax.lines if line.get_marker() == "x"]

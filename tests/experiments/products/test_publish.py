@@ -1,4 +1,4 @@
-"""Published and own records: which is used, what a publication changes, and how runs compare."""
+"""Published and own records: which are used, what publishing changes, and how runs compare."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from experiments.records import archive, provenance, record
 from experiments.records.agreement import compare
 from experiments.records.archive import Published
 from experiments.records.run import Run, all_runs, cached_config
+from tests.experiments.command_line import run_py
 
 SMALL = "[experiment=counterexample_stochastic, steps=400, log_every=40, task.warm_up=10]"
 FIGURE = f"""
@@ -28,7 +29,7 @@ seeds: 3
 base: {SMALL}
 runs: {{adam: [optimizer=adam], adashift: [optimizer=adashift]}}
 panels:
-  - {{title: (a) θ, draw: experiments.products.figures.curves, metric: theta,
+  - {{title: (a) θ, draw: curves, metric: theta,
       runs: [adam, adashift]}}
 claims:
   - {{id: F1a, place: here, text: It is one., metric: v, parts: [{{left: adam, relation: above}}]}}
@@ -45,7 +46,7 @@ claims:
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch, capsys):
-    """A project with one small figure and one file of claims; lab("figure", "1") asks for them."""
+    """A project with one small figure and one file of claims; lab("figure", "1") runs make."""
     for kind, name, text in (("figure", "01", FIGURE), ("claim", "theory", CLAIMS)):
         (tmp_path / "conf" / kind).mkdir(parents=True)
         (tmp_path / "conf" / kind / f"{name}.yaml").write_text(text)
@@ -67,8 +68,8 @@ def contents(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def alter(lab, run, column="theta", row=2, factor=1.01):
-    """Change one published number, as somebody would who also mends the checksum."""
+def change_published(lab, run, column="theta", row=2, factor=1.01):
+    """Change one published value, with a valid checksum."""
     experiment = run.config.experiment
     found = dict(archive.load(lab.published, experiment))
     table = found[run.entry].metrics.copy()
@@ -98,14 +99,14 @@ def test_published_runs_are_drawn_and_judged_without_training(lab):
     )
 
 
-def test_what_is_not_published_is_not_trained_either(lab):
+def test_records_published_never_trains(lab):
     with pytest.raises(ConfigError, match=r"6 of 6 runs are not published.*records=all"):
         lab("figure", "1", "records=published")
     assert not lab.results.exists()
     assert "T1           not run" in lab("claims", "records=published")
 
 
-def test_all_takes_own_runs_then_published_ones_and_trains_the_rest(lab):
+def test_records_all_uses_own_runs_then_published_ones_and_trains_the_rest(lab):
     lab("figure", "1")
     lab("publish")
     adam, *_, adashift = lab.runs()
@@ -120,22 +121,18 @@ def test_all_takes_own_runs_then_published_ones_and_trains_the_rest(lab):
     assert here == [False, True, True, True, True, False]
 
 
-def test_a_single_run_can_be_a_published_one(lab):
+def test_a_single_run_can_use_published_records(lab, capsys):
     lab("figure", "1")
     lab("publish")
     words = [*lab.runs()[0].words(), *lab.words, "tracking=off"]
     away = [*words, f"results={lab.results}-2"]
-
-    def run_py(*more):
-        command = [sys.executable, "run.py", *more]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    assert "already published" in run_py(*away, "records=all").stdout
-    out = run_py(*away)
-    assert out.stdout.endswith("finished\ncompared with the published run: identical\n"), out.stderr
-    missing = run_py(*away, "records=published", "optimizer.lr=0.5")
-    assert missing.returncode == 1 and "is not published: use records=own" in missing.stderr
-    assert missing.stderr.count("\n") == 1
+    assert run_py(*away, "records=all") is None
+    assert "already published" in capsys.readouterr().out
+    assert run_py(*away) is None
+    out = capsys.readouterr().out
+    assert out.endswith("finished\ncompared with the published run: identical\n")
+    error = run_py(*away, "records=published", "optimizer.lr=0.5")
+    assert "is not published: use records=own" in error and "\n" not in error
 
 
 # -- publish -----------------------------------------------------------------------------------
@@ -152,35 +149,35 @@ def test_publishing_twice_changes_nothing(lab):
     for run in lab.runs():
         (run.folder / "run.json").unlink()
     lab("publish")
-    assert contents(lab.published) == first, "what is published rests on the records alone"
+    assert contents(lab.published) == first, "published files depend on the records alone"
 
 
-def test_a_published_run_stays_unless_force_replaces_it(lab):
+def test_a_published_run_is_kept_unless_force_replaces_it(lab):
     lab("figure", "1")
     lab("publish")
     first = contents(lab.published)
-    alter(lab, lab.runs()[0])
-    altered = contents(lab.published)
+    change_published(lab, lab.runs()[0])
+    changed = contents(lab.published)
     lab("publish")
     path = archive.path_of(lab.published, "counterexample_stochastic").relative_to(lab.published)
-    assert contents(lab.published)[path] == altered[path] != first[path]
+    assert contents(lab.published)[path] == changed[path] != first[path]
     lab("publish", "force=true")
     assert contents(lab.published)[path] == first[path]
 
 
-def test_what_conf_no_longer_asks_for_is_dropped(lab, tmp_path):
+def test_what_conf_no_longer_uses_is_removed(lab, tmp_path):
     lab("figure", "1")
     lab("publish")
     (lab.published / "figures/figure-99.png").touch()
     path = tmp_path / "conf/figure/01.yaml"
     path.write_text(FIGURE.replace("seeds: 3", "seeds: 2"))
-    assert "2 that nothing uses dropped" in lab("publish")
+    assert "2 unused runs removed" in lab("publish")
     assert len(archive.load(lab.published, "counterexample_stochastic")) == 4
     assert not (lab.published / "figures/figure-99.png").exists()
 
 
 @pytest.mark.parametrize("commit", [None, "0123456789abcdef-dirty"])
-def test_runs_of_code_that_no_commit_has_are_refused(lab, monkeypatch, commit):
+def test_runs_of_uncommitted_code_are_not_published(lab, monkeypatch, commit):
     lab("figure", "1")
     lab("publish")
     before = contents(lab.published)
@@ -194,7 +191,7 @@ def test_runs_of_code_that_no_commit_has_are_refused(lab, monkeypatch, commit):
     assert contents(lab.published) == before
 
 
-def test_a_publication_that_fails_half_way_changes_nothing(lab, monkeypatch):
+def test_a_publication_that_fails_changes_nothing(lab, monkeypatch):
     lab("figure", "1")
     lab("publish")
     before = contents(lab.published)
@@ -225,6 +222,7 @@ cli.main(["publish", *sys.argv[2:]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [1, 3])
 def test_a_publication_that_is_killed_changes_nothing(lab, tmp_path, writes):
     lab("figure", "1")
@@ -243,7 +241,7 @@ def test_a_publication_that_is_killed_changes_nothing(lab, tmp_path, writes):
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith("-new")] == []
 
 
-def test_two_folders_change_places_also_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
+def test_two_folders_are_swapped_with_and_without_renameat2(tmp_path, monkeypatch):
     for broken in (False, True):
         new, old = tmp_path / f"new{broken}", tmp_path / f"old{broken}"
         for folder in (new, old):
@@ -256,7 +254,7 @@ def test_two_folders_change_places_also_where_the_system_has_no_call_for_it(tmp_
         assert (new / "name").read_text() == f"old{broken}"
 
 
-def test_verdicts_that_were_published_without_records_stand_until_their_runs_are(lab):
+def test_verdicts_published_without_records_are_kept_until_their_runs_are_published(lab):
     lab("theory")
     (row,) = record_rows(lab.results / "claims.csv")
     lab.published.mkdir()
@@ -281,13 +279,13 @@ def record_rows(path):
 # -- agreement ---------------------------------------------------------------------------------
 
 
-def test_a_figure_says_how_it_compares(lab):
-    assert "compared" not in lab("figure", "1")
+def test_a_figure_is_compared_with_the_published_runs(lab):
+    assert "compared with" not in lab("figure", "1")
     lab("publish")
     assert "compared with the published runs: 6 identical\n" in lab("figure", "1")
     run = lab.runs()[1]
     was = run.metrics()["theta"][2]
-    alter(lab, run)
+    change_published(lab, run)
     (line,) = [x for x in lab("figure", "1").splitlines() if x.startswith("compared")]
     assert line.startswith("compared with the published runs: 5 identical, 1 different (")
     assert (
@@ -295,7 +293,7 @@ def test_a_figure_says_how_it_compares(lab):
     )
 
 
-def test_a_run_that_ended_otherwise_is_different(lab):
+def test_a_run_with_another_status_is_different(lab):
     lab("figure", "1")
     lab("publish")
     run = lab.runs()[0]
@@ -304,7 +302,7 @@ def test_a_run_that_ended_otherwise_is_different(lab):
     assert "1 different" in lab("figure", "1")
 
 
-def test_verify_trains_the_cheapest_run_again_and_says_which_differs(lab):
+def test_verify_trains_the_cheapest_run_again_and_reports_differences(lab):
     with pytest.raises(ConfigError, match="no published records"):
         lab("verify")
     lab("figure", "1")
@@ -314,12 +312,12 @@ def test_verify_trains_the_cheapest_run_again_and_says_which_differs(lab):
     assert heads.split()[:2] == ["experiment", "run"] and row.endswith("  identical")
     entry = row.split()[1]
     (run,) = [run for run in lab.runs() if run.entry == entry]
-    alter(lab, run)
+    change_published(lab, run)
     with pytest.raises(ConfigError, match="differ from the published"):
         lab("verify")
 
 
-def test_verify_says_that_conf_has_changed_since(lab, monkeypatch):
+def test_verify_reports_that_conf_has_changed(lab, monkeypatch):
     lab("figure", "1")
     lab("publish")
     plain = compose
@@ -342,7 +340,7 @@ def test_a_damaged_records_file_is_one_line(lab):
     assert contents(lab.published) == before
 
 
-def test_paper_scale_is_preferred_where_all_of_it_is_published(lab, tmp_path):
+def test_paper_scale_is_preferred_if_all_of_it_is_published(lab, tmp_path):
     path = tmp_path / "conf/figure/01.yaml"
     path.write_text(FIGURE.replace("task.warm_up=10", "task.warm_up=10, cpu_scale=laptop"))
     lab("figure", "1", "scale=laptop")
@@ -355,32 +353,32 @@ def test_paper_scale_is_preferred_where_all_of_it_is_published(lab, tmp_path):
     assert {row["scale"] for row in rows if row["serves"] == "figure-01"} == {"paper"}
 
 
-def test_the_published_records_of_this_project_are_whole_and_small():
-    """Every file loads, its runs are still what conf/ asks for, and together they stay small."""
+def test_the_published_records_of_this_project_are_valid_and_small():
+    """Every file loads, its runs are finished, and together the files stay small."""
     published = ROOT / "results/published"
     assert sum(p.stat().st_size for p in published.glob("records/*")) < 15e6
     names = archive.experiments(published)
     assert "counterexample_stochastic" in names
     for experiment in names:
         for name, found in archive.load(published, experiment).items():
-            assert found.status in record.FINAL and len(found.metrics) and found.info["command"]
+            assert found.status.is_final and len(found.metrics) and found.info["command"]
             assert "dirty" not in found.info["commit"], name
 
 
-def test_time_is_not_wasted_on_an_archive_that_nobody_needs(lab, monkeypatch):
-    """A run that trains here reads no published record before it has ended."""
+def test_published_records_are_read_only_if_needed(lab, monkeypatch):
+    """A run that is trained here reads no published record before it has finished."""
     lab("figure", "1")
     lab("publish")
     start = time.monotonic()
-    monkeypatch.setattr(archive, "read", lambda *_: pytest.fail("the archive was read"))
+    monkeypatch.setattr(archive, "read_runs", lambda *_: pytest.fail("the archive was read"))
     assert all(run.done for run in lab.runs()) and time.monotonic() - start < 5
     assert Run(compose([*lab.words])).status == "missing"
 
 
-# -- what a review found -----------------------------------------------------------------------
+# -- regressions -------------------------------------------------------------------------------
 
 
-def test_a_publication_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monkeypatch):
+def test_publishing_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monkeypatch):
     path = tmp_path / "conf/figure/01.yaml"
     path.write_text(FIGURE.replace("task.warm_up=10", "task.warm_up=10, cpu_scale=laptop"))
     lab("figure", "1", "scale=laptop")
@@ -388,12 +386,12 @@ def test_a_publication_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, mo
     first = contents(lab.published)
     cached_config.cache_clear()
     monkeypatch.setattr("experiments.config.compose.has_gpu", lambda: True)
-    assert "0 runs added to the records, 0 that" in lab("publish")
+    assert "0 runs added to the records, 0 unused" in lab("publish")
     assert contents(lab.published) == first
     cached_config.cache_clear()
 
 
-def test_a_published_run_that_is_used_is_not_called_unpublished(lab):
+def test_a_published_run_is_not_compared_with_itself(lab):
     lab("figure", "1")
     lab("publish")
     for run in lab.runs()[1:]:
@@ -402,10 +400,10 @@ def test_a_published_run_that_is_used_is_not_called_unpublished(lab):
     assert "compared with the published runs: 1 identical\n" in out
 
 
-def test_a_run_with_nan_throughout_or_without_rows_is_identical_with_itself(lab):
+def test_a_run_with_only_nan_or_without_rows_is_identical_to_itself(lab):
     lab("figure", "1")
-    spoilt, empty = lab.runs()[:2]
-    for run, rows in ((spoilt, "40,theta,nan\n40,v,1.0\n"), (empty, "")):
+    only_nan, empty = lab.runs()[:2]
+    for run, rows in ((only_nan, "40,theta,nan\n40,v,1.0\n"), (empty, "")):
         (run.folder / "metrics.csv").write_text("step,metric,value\n" + rows)
         info = json.loads((run.folder / "run.json").read_text())
         info |= {"status": "diverged", "sha256": record.hash_metrics(run.folder)}
@@ -415,7 +413,7 @@ def test_a_run_with_nan_throughout_or_without_rows_is_identical_with_itself(lab)
     assert [str(compare(run)) for run in lab.runs()] == ["identical"] * 6
 
 
-def test_all_figures_are_drawn_that_are_published(lab, tmp_path):
+def test_figure_all_skips_figures_that_are_not_published(lab, tmp_path):
     lab("figure", "1")
     lab("publish")
     other = FIGURE.replace("F1a", "F2a").replace("steps=400", "steps=800")
@@ -425,7 +423,7 @@ def test_all_figures_are_drawn_that_are_published(lab, tmp_path):
     assert "skipped figure 02: 6 of 6 runs are not published" in out
 
 
-def test_an_own_run_of_unknown_code_that_is_published_already_is_no_obstacle(lab):
+def test_an_own_run_of_uncommitted_code_is_ignored_if_already_published(lab):
     lab("figure", "1")
     lab("publish")
     run = lab.runs()[0]
@@ -436,7 +434,7 @@ def test_an_own_run_of_unknown_code_that_is_published_already_is_no_obstacle(lab
         lab("publish", "force=true")
 
 
-def test_a_publication_that_was_killed_between_two_renames_is_mended(lab):
+def test_a_publication_killed_between_two_renames_is_repaired(lab):
     lab("figure", "1")
     lab("publish")
     first = contents(lab.published)
@@ -445,7 +443,7 @@ def test_a_publication_that_was_killed_between_two_renames_is_mended(lab):
     assert contents(lab.published) == first and not publish.aside(lab.published).exists()
 
 
-def test_a_report_of_all_records_has_what_they_made(lab):
+def test_a_report_with_records_all_has_the_figures_made_from_them(lab):
     lab("figure", "1")
     lab("publish")
     for run in lab.runs():

@@ -1,4 +1,4 @@
-"""The page and the index of results: made from the committed files, and opened in Chromium."""
+"""The results page and README: made from the committed files, and opened in Chromium."""
 
 import importlib.util
 import json
@@ -13,10 +13,9 @@ import pytest
 
 from experiments.config.paths import ROOT
 from experiments.products.report import (
-    as_html,
+    curve_points,
     duration,
     load_products,
-    numbers,
     overview,
     tally,
     write_report,
@@ -33,13 +32,13 @@ PUBLISHED = ROOT / "results/published"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder with the page of the published results."""
+    """A folder with the report of the published results."""
     folder = tmp_path_factory.mktemp("results")
     write_report([(PUBLISHED, "")], folder / "report.html")
     return folder
 
 
-def test_the_index_of_results_has_every_figure_and_table():
+def test_the_published_readme_has_every_figure_and_table():
     text = (PUBLISHED / "README.md").read_text()
     for product in load_products((PUBLISHED, "")):
         (line,) = [x for x in text.splitlines() if f"`{product.command}`" in x]
@@ -53,19 +52,19 @@ def test_the_published_readme_is_up_to_date():
     assert (PUBLISHED / "README.md").read_text() == overview(load_products((PUBLISHED, "")))
 
 
-def test_every_spec_says_what_the_paper_shows():
+def test_every_spec_has_a_text_on_what_the_paper_shows():
     assert [p.name for p in load_products((PUBLISHED, "")) if not p.spec.shows] == []
 
 
-def test_a_curve_that_never_had_a_number_is_no_hole_in_the_page():
+def test_a_curve_with_inf_is_valid_json():
     part = pd.DataFrame({"step": [1, 2], "mean": [math.inf, 2.0], "sd": [math.nan, 0.0]})
     part["diverged"] = ["inf 3.5", None]
-    found = numbers(part, "", is_log=False)
+    found = curve_points(part, "", is_log=False)
     assert found["y"] == [None, 2.0] and found["crosses"] == [(1, None), (1, 3.5)]
     assert json.dumps(found, allow_nan=False)
 
 
-def test_a_report_needs_neither_torch_nor_wandb():
+def test_a_report_imports_neither_torch_nor_wandb():
     code = (
         "import sys; from pathlib import Path\n"
         "from experiments.products.report import render, load_products\n"
@@ -76,7 +75,7 @@ def test_a_report_needs_neither_torch_nor_wandb():
     assert out.returncode == 0, out.stderr
 
 
-def test_the_page_is_one_small_file_without_addresses(results):
+def test_the_page_is_one_small_file_without_external_urls(results):
     page = (results / "report.html").read_text()
     assert len(page) < 5e6
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)[^"']*""", page)
@@ -84,26 +83,16 @@ def test_the_page_is_one_small_file_without_addresses(results):
     assert f"{ROOT}/" not in page and f"{Path.home()}/" not in page
 
 
-def test_a_hostile_text_cannot_leave_its_place(tmp_path):
-    page = tmp_path / "a.md"
-    page.write_text("# title\n\na <b> & **c** `d`\n\n| | x \\| y |\n|---|---|\n| <script> | 1 |\n")
-    assert as_html(page) == (
-        "<p>a &lt;b&gt; &amp; <b>c</b> <code>d</code></p>\n"
-        '<div class="scroll"><table><thead><tr><th></th><th>x | y</th></tr></thead>'
-        "<tbody><tr><td>&lt;script&gt;</td><td>1</td></tr></tbody></table></div>"
-    )
-
-
-def test_a_curve_is_thinned_and_keeps_its_end():
+def test_a_curve_is_thinned_and_keeps_its_last_point():
     steps = pd.DataFrame({"step": range(1000), "mean": 1.0, "sd": 0.0, "curve": "a"})
     steps["diverged"] = [None] * 997 + ["2 3", None, None]
-    thin = numbers(steps, "", is_log=False)
+    thin = curve_points(steps, "", is_log=False)
     assert 200 < len(thin["x"]) <= 300 and (thin["x"][0], thin["x"][-1]) == (0, 999)
-    assert numbers(steps, "", is_log=True)["x"][:4] == [0, 1, 2, 3]
+    assert curve_points(steps, "", is_log=True)["x"][:4] == [0, 1, 2, 3]
     assert thin["crosses"] == [(997, 2.0), (997, 3.0)]
 
 
-def test_words():
+def test_tally_and_duration():
     rows = [{"verdict": v} for v in ("holds", "fails", "holds", "inconclusive")]
     assert tally(rows) == "2 hold, 1 inconclusive, 1 fails"
     assert [duration(s) for s in (7.2, 600, 9000)] == ["7 s", "10 min", "2.5 h"]
@@ -126,7 +115,7 @@ def page(results, tmp_path_factory):
 
 
 @needs_chromium
-def test_it_opens_without_errors_and_every_picture_loads(page):
+def test_the_page_opens_without_errors_and_every_image_loads(page):
     pictures = sum(p.picture is not None for p in load_products((PUBLISHED, "")))
     page.until("[...document.images].every(i => i.complete)")
     assert page.value("[...document.images].filter(i => i.naturalWidth > 300).length") == pictures
@@ -143,8 +132,8 @@ def choose(page, control, value):
 
 
 @needs_chromium
-def test_the_filters_of_runs_work(page):
-    rows = list(index.read(PUBLISHED / "runs.csv").values())
+def test_the_filters_for_runs_work(page):
+    rows = list(index.read_index(PUBLISHED / "runs.csv").values())
     count = "document.querySelector('#run-filters output').textContent"
     assert page.value(count) == f"{len(rows)} of {len(rows)}"
     for key in ("experiment", "optimizer", "status"):
@@ -166,7 +155,7 @@ def test_the_filters_of_runs_work(page):
 
 
 @needs_chromium
-def test_the_filter_of_claims_works(page):
+def test_the_filter_for_claims_works(page):
     claims = pd.read_csv(PUBLISHED / "claims.csv")
     choose(page, "#claim-filters select", "fails")
     shown = "[...document.querySelectorAll('#claim-table tbody tr')].filter(r => r.offsetHeight)"
@@ -179,7 +168,7 @@ FIRST = "document.querySelector('#figure-01 .panel')"
 
 
 @needs_chromium
-def test_curves_are_switched_off_and_on(page):
+def test_curves_can_be_hidden_and_shown(page):
     lines = f"{FIRST}.querySelectorAll('svg[role] .curve').length"
     assert page.value(lines) == 3
     page.value(f"{FIRST}.querySelector('.legend button').click()")
@@ -193,7 +182,7 @@ def test_curves_are_switched_off_and_on(page):
 
 
 @needs_chromium
-def test_a_panel_is_zoomed_with_the_mouse_and_tells_its_numbers(page):
+def test_a_panel_zooms_with_the_mouse_and_shows_values(page):
     page.value(f"{FIRST}.scrollIntoView({{block: 'center'}})")
     ticks = f"[...{FIRST}.querySelectorAll('svg[role] text')].map(t => t.textContent).join(' ')"
     box = page.value(f"JSON.stringify({FIRST}.querySelector('svg[role]').getBoundingClientRect())")
@@ -210,7 +199,7 @@ def test_a_panel_is_zoomed_with_the_mouse_and_tells_its_numbers(page):
 
 
 @needs_chromium
-def test_a_phone_needs_no_sideways_scrolling_and_the_theme_changes(page):
+def test_a_phone_needs_no_horizontal_scrolling_and_the_theme_changes(page):
     page.resize(390, 844)
     assert page.value("document.documentElement.scrollWidth") <= 390
     page.resize(1280, 900)
@@ -223,7 +212,7 @@ def test_a_phone_needs_no_sideways_scrolling_and_the_theme_changes(page):
 
 
 @needs_chromium
-def test_it_prints_pictures_instead_of_controls(page):
+def test_the_page_prints_images_instead_of_controls(page):
     page.call("Emulation.setEmulatedMedia", media="print")
     shown = "getComputedStyle(document.querySelector('#figure-01 .{}')).display"
     assert page.value(shown.format("picture")) == "block"

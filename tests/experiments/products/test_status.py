@@ -1,4 +1,4 @@
-"""What the status says of runs that are there, failed, killed, running or missing."""
+"""`make status` for finished, failed, killed, running and missing runs."""
 
 import json
 import shlex
@@ -20,12 +20,13 @@ title: Figure 1. A test
 seeds: 2
 base: [experiment=mnist_lr]
 runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
+panels: [{title: (a) test accuracy, metric: test_accuracy, runs: [adam, adashift]}]
 """
 
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch, capsys):
-    """The status of a small figure, as lines; `ask.runs` are its runs."""
+    """Return the lines of the status of a small figure; `ask.runs` are its runs."""
     (tmp_path / "figure").mkdir()
     (tmp_path / "figure/01.yaml").write_text(SPEC)
     monkeypatch.setattr(specs, "CONF", tmp_path)
@@ -47,7 +48,7 @@ def change(run, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_nothing_is_there_yet(ask, tmp_path):
+def test_missing_runs_are_counted_and_listed(ask, tmp_path):
     assert ask() == ["figure 01: 4 missing of 4 runs; 4 of unknown length"]
     _, *rest = ask("figure-1")
     assert rest[0] == f"    missing: {ask.runs[0].command()}"
@@ -55,7 +56,7 @@ def test_nothing_is_there_yet(ask, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_every_state_is_counted(ask):
+def test_every_status_is_counted(ask):
     for run in ask.runs[:3]:
         execute(run)
     change(ask.runs[1], status="diverged")
@@ -68,7 +69,7 @@ def test_every_state_is_counted(ask):
     assert rest[1] == f"        {ask.runs[2].command()}"
 
 
-def test_a_failure_is_told_with_the_command_that_tries_again(ask, monkeypatch, capsys):
+def test_a_failure_is_reported_with_the_command_that_reruns_it(ask, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError("can't allocate\nmemory")
 
@@ -85,23 +86,23 @@ def test_a_failure_is_told_with_the_command_that_tries_again(ask, monkeypatch, c
     assert "3 finished, 1 failed" in ask()[0]
 
 
-def test_the_time_that_is_left_is_that_of_runs_alike(ask, monkeypatch):
+def test_the_time_left_is_estimated_from_similar_runs(ask, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     adam, _, adashift, _ = ask.runs
     execute(adam)
     change(adam, seconds=300, machine={"system": "another"})
-    # Nothing else is known: three runs of 300 s, two at a time.
+    # Only another machine is known: three runs of 300 s, two at a time.
     assert ask()[0].endswith("; about 7.5 min left")
     execute(adashift)
     change(adashift, seconds=100)
-    # This machine's, although of another optimizer: 100 s each.
+    # This machine is preferred, even with another optimizer: 100 s each.
     assert ask()[0].endswith("; about 1.7 min left")
     change(adam, machine=json.loads((adashift.folder / "run.json").read_text())["machine"])
-    # Each optimizer its own: 300 s and 100 s.
+    # Both optimizers are known on this machine: 300 s and 100 s.
     assert ask()[0].endswith("; about 3.3 min left")
 
 
-def test_runs_of_no_figure_are_told_too(ask):
+def test_runs_that_no_figure_uses_are_listed_too(ask):
     stray = Run(compose(["experiment=mnist_lr", "optimizer=adam", "optimizer.lr=0.3", *ask.words]))
     execute(stray)
     assert ask()[-1] == "other runs: 1 finished"
@@ -114,7 +115,7 @@ def test_runs_of_no_figure_are_told_too(ask):
 
 
 @pytest.mark.parametrize(("word", "message"), [("mnist", "mnist is unknown"), ("figure-99", "99")])
-def test_an_unknown_name_is_refused(ask, word, message):
+def test_an_unknown_name_is_an_error(ask, word, message):
     with pytest.raises(ConfigError, match=message):
         ask(word)
 
@@ -122,5 +123,5 @@ def test_an_unknown_name_is_refused(ask, word, message):
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.5, "0.5 s"), (59, "59 s"), (90, "1.5 min"), (90000, "1 d")]
 )
-def test_time_is_spoken_in_one_unit(seconds, words):
-    assert status.spoken(seconds) == words
+def test_a_duration_has_one_unit(seconds, words):
+    assert status.rough_duration(seconds) == words

@@ -1,10 +1,17 @@
 """What docs/surprises.md says of single steps."""
 
+import pytest
 import torch
 
 from experiments.config.build import build
 from experiments.config.compose import compose
+from experiments.data import files, mnist
 from experiments.training.execute import make_optimizers
+
+pytestmark = pytest.mark.skipif(
+    len(files.search_folders(mnist.MNIST_FILES)) < len(mnist.MNIST_FILES.checksums),
+    reason="MNIST is not in a folder that ADASHIFT_DATA names",
+)
 
 
 def first_steps(optimizer, count, *words):

@@ -1,12 +1,12 @@
-"""Tables: rows and columns from a spec, numbers from records, and what is missing by name."""
+"""Tables: rows and columns from a spec, numbers from records, missing runs are listed."""
 
 import pandas as pd
 import pytest
 
 from experiments import __main__ as cli
 from experiments.config.errors import ConfigError
-from experiments.products.claims import claims_of, needed
-from experiments.products.specs import Spec, load_spec, parse_spec
+from experiments.products.claims import needed
+from experiments.products.specs import load_spec, parse_spec
 from experiments.products.tables import write_table
 
 SMALL = ["scale=smoke", "tracking=off"]
@@ -44,7 +44,7 @@ def line(table, label, column):
         ("04", "n = 2", "as released", "frozen", "max/beta2=0.999/n=2", -0.000794959),
     ],
 )
-def test_a_table_draws_from_the_records(results, name, label, column, run, metric, paper):
+def test_a_table_has_the_numbers_of_the_records(results, name, label, column, run, metric, paper):
     table = pd.read_csv(results / f"tables/table-{name}-smoke.csv")
     found = line(table, label, column)
     ours = [r.metrics()[metric].iloc[-1] for r in groups_of(name, results)[run]]
@@ -73,7 +73,7 @@ def test_the_claims_of_the_correlations_are_judged(results):
 
 def test_both_sides_of_the_comparison_have_the_same_beta2():
     spec = load_spec("table", "03")
-    claims = {claim.id: claim for claim in claims_of(spec)}
+    claims = {claim.id: claim for claim in spec.claims}
     metrics = {part.metric or claims["C4"].metric for part in claims["C4"].parts}
     assert metrics == {"non/beta2=0.999/largest", "non/beta2=0.9/largest"}
     groups = spec.expand(SMALL)
@@ -87,9 +87,9 @@ def test_tables_share_their_runs(results, capsys):
     assert len(list(results.glob("runs/mnist_correlation/*/seed=*"))) == 6
 
 
-def test_missing_runs_are_named(tmp_path):
+def test_missing_runs_are_listed(tmp_path):
     spec, groups = load_spec("table", "01"), groups_of("01", tmp_path)
-    with pytest.raises(ConfigError, match=r"6 runs are missing.*python run\.py .*seed=0"):
+    with pytest.raises(ConfigError, match=r"6 runs are missing; run python run\.py .*seed=0"):
         write_table(spec, groups, tmp_path / "table-01")
     del groups["frozen"]
     with pytest.raises(ConfigError, match=r"3 runs are missing.* task\.frozen=false seed=2$"):
@@ -97,7 +97,7 @@ def test_missing_runs_are_named(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_status_names_them_too(tmp_path, capsys):
+def test_status_lists_missing_runs(tmp_path, capsys):
     cli.main(["status", "table-1", f"results={tmp_path}", *SMALL])
     text = capsys.readouterr().out
     assert "table 01: 6 missing of 6 runs" in text
@@ -118,20 +118,19 @@ rows: ROWS
 def made(tmp_path, rows):
     (tmp_path / "spec.yaml").write_text(TABLE.replace("ROWS", rows))
     spec = parse_spec(tmp_path / "spec.yaml", hash(rows))
-    assert isinstance(spec, Spec)
     groups = spec.expand([f"results={tmp_path}", *SMALL])
     cli.train_missing(groups, "table")
     write_table(spec, groups, tmp_path / "table")
     return pd.read_csv(tmp_path / "table.csv"), (tmp_path / "table.md").read_text()
 
 
-def test_one_number_a_row_needs_no_columns(tmp_path):
+def test_a_row_with_one_number_needs_no_columns(tmp_path):
     table, page = made(tmp_path, "[{label: Adam, run: adam, metric: theta, paper: 0.5}]")
     assert list(table.columns)[1:] == ["ours", "low", "high", "n", "paper"]
-    assert "| | paper | ours |" in page and "| Adam | 0.5 | " in page
+    assert "|  | paper | ours |" in page and "| Adam | 0.5 | " in page
 
 
-def test_rows_that_are_counted_off(tmp_path):
+def test_over_makes_a_row_for_each_item(tmp_path):
     row = '{label: "{} of θ", over: [smallest, largest], run: adam, metric: theta, paper: [1, 2]}'
     table, _ = made(tmp_path, f"[{row}]")
     assert list(table.iloc[:, 0]) == ["smallest of θ", "largest of θ"]
@@ -144,19 +143,23 @@ def test_a_cell_without_a_number_stays_empty(tmp_path):
   - {label: b, columns: {y: {run: adashift, metric: theta}}}
 """
     table, page = made(tmp_path, rows)
-    assert len(table) == 3 and "| b |  |  | " in page and "| | paper | x | y |" in page
+    assert len(table) == 3 and "| b |  |  | " in page and "|  | paper | x | y |" in page
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("[{label: a, over: [1, 2], run: adam, metric: theta, paper: [1]}]", "1 numbers of the"),
-        ("[{label: a, run: nobody, metric: theta}]", "'nobody', which no run is named"),
-        ("[{label: a, run: adam, metric: nothing}]", "last of nothing"),
-        ("[{label: a, colums: {}}]", "colums is an unknown key"),
+        (
+            "[{label: a, over: [1, 2], run: adam, metric: theta, paper: [1]}]",
+            "rows.0.: 1 paper values for 2",
+        ),
+        ("[{label: a, run: nobody, metric: theta}]", "rows.0. names nobody, which is unknown"),
+        ("[{label: a, run: adam, metric: nothing}]", "rows.0. reads nothing, but conf/experiment"),
+        ("[{label: a, colums: {}}]", "rows.0..colums is unknown; allowed are columns, "),
+        ("[{label: a, run: adam}]", "rows.0.: a number is missing: set run and metric, or columns"),
     ],
 )
-def test_a_bad_row_is_refused(tmp_path, rows, message):
+def test_an_invalid_row_is_reported_before_training(tmp_path, rows, message):
     with pytest.raises(ConfigError, match=message):
         made(tmp_path, rows)
     assert not (tmp_path / "table.csv").exists()

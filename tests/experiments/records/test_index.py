@@ -1,4 +1,4 @@
-"""runs.csv: rows of runs made here and elsewhere, and what becomes of them."""
+"""runs.csv: how rows are added, updated and removed."""
 
 import threading
 import time
@@ -25,11 +25,11 @@ def file(tmp_path):
     return tmp_path / "runs.csv"
 
 
-def test_a_row_says_what_the_record_says(run, file):
+def test_a_row_agrees_with_the_record(run, file):
     execute(run)
-    index.update(file, "figure-01", [run], PRODUCTS)
-    (row,) = index.read(file).values()
-    assert tuple(row) == index.COLUMNS
+    index.update_index(file, "figure-01", [run], PRODUCTS)
+    (row,) = index.read_index(file).values()
+    assert tuple(row) == index.INDEX_COLUMNS
     assert row["run"] == f"counterexample_stochastic/adam-{run.config.digest()}/seed=0"
     assert (row["status"], row["seed"], row["serves"]) == ("finished", "0", "figure-01")
     assert "lr=0.001 betas=[0,0.999]" in row["settings"] and "_target_" not in row["settings"]
@@ -43,54 +43,54 @@ def test_a_row_says_what_the_record_says(run, file):
     )
 
 
-def test_a_run_made_elsewhere_stands(run, file, tmp_path):
+def test_the_row_of_a_run_from_another_machine_is_kept(run, file, tmp_path):
     execute(run)
-    index.update(file, "figure-01", [run], PRODUCTS)
-    here = index.read(file)
+    index.update_index(file, "figure-01", [run], PRODUCTS)
+    here = index.read_index(file)
     away = Run(run.config.model_copy(update={"results": tmp_path / "other"}))
     assert not away.done
-    index.update(file, "figure-01", [away], PRODUCTS)
-    assert index.read(file) == here
-    index.update(file, "table-01", [away], PRODUCTS)
-    assert index.read(file)[index.name_of(run)]["serves"] == "figure-01 table-01"
+    index.update_index(file, "figure-01", [away], PRODUCTS)
+    assert index.read_index(file) == here
+    index.update_index(file, "table-01", [away], PRODUCTS)
+    assert index.read_index(file)[index.name_of(run)]["serves"] == "figure-01 table-01"
 
 
-def test_what_is_not_trained_has_no_row(run, file):
-    index.update(file, "figure-01", [run], PRODUCTS)
+def test_a_run_that_is_not_finished_has_no_row(run, file):
+    index.update_index(file, "figure-01", [run], PRODUCTS)
     assert not file.exists()
     execute(run)
-    index.update(file, "figure-01", [run, run.with_seed(1)], PRODUCTS)
-    assert [row["status"] for row in index.read(file).values()] == ["finished"]
+    index.update_index(file, "figure-01", [run, run.with_seed(1)], PRODUCTS)
+    assert [row["status"] for row in index.read_index(file).values()] == ["finished"]
 
 
-def test_a_run_that_no_product_names_any_more_is_dropped(run, file):
+def test_a_run_that_no_product_uses_is_removed(run, file):
     other = run.with_seed(1)
     execute(run), execute(other)
-    index.update(file, "figure-01", [run, other], PRODUCTS)
-    index.update(file, "table-01", [other], PRODUCTS)
-    index.update(file, "figure-01", [run], PRODUCTS)
-    serves = {row["seed"]: row["serves"] for row in index.read(file).values()}
+    index.update_index(file, "figure-01", [run, other], PRODUCTS)
+    index.update_index(file, "table-01", [other], PRODUCTS)
+    index.update_index(file, "figure-01", [run], PRODUCTS)
+    serves = {row["seed"]: row["serves"] for row in index.read_index(file).values()}
     assert serves == {"0": "figure-01", "1": "table-01"}
-    index.update(file, "figure-01", [run], ["figure-01"])
-    assert [row["seed"] for row in index.read(file).values()] == ["0"]
+    index.update_index(file, "figure-01", [run], ["figure-01"])
+    assert [row["seed"] for row in index.read_index(file).values()] == ["0"]
 
 
-def test_nothing_new_leaves_the_file_alone(run, file):
+def test_an_update_without_changes_does_not_write(run, file):
     execute(run)
-    index.update(file, "figure-01", [run], PRODUCTS)
+    index.update_index(file, "figure-01", [run], PRODUCTS)
     before = file.stat().st_mtime_ns
-    index.update(file, "figure-01", [run], PRODUCTS)
+    index.update_index(file, "figure-01", [run], PRODUCTS)
     assert file.stat().st_mtime_ns == before
 
 
-def test_products_that_are_made_at_once_keep_each_others_rows(tmp_path, monkeypatch):
-    """Two commands at once: between reading and writing nobody else may write."""
+def test_two_products_made_at_the_same_time_keep_their_rows(tmp_path, monkeypatch):
+    """No other command may write between the reading and the writing of one command."""
     words = [*PAIR, f"results={tmp_path}"]
     runs = {name: [Run(compose([*words, f"optimizer={name}"]))] for name in ("adam", "sgd")}
     for (one,) in runs.values():
         execute(one)
-    read = index.read
-    monkeypatch.setattr(index, "read", lambda path: (read(path), time.sleep(0.3))[0])
+    read = index.read_index
+    monkeypatch.setattr(index, "read_index", lambda path: (read(path), time.sleep(0.3))[0])
     jobs = [
         threading.Thread(target=keep_index, args=(f"figure-{number}", {"a": part}))
         for number, part in zip(("01", "02"), runs.values(), strict=True)

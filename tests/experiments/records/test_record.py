@@ -1,4 +1,4 @@
-"""Records: the CSV keeps every bit, run.json says how it ended, W&B has a full copy."""
+"""Records: metrics.csv is exact, run.json says how a run ended, W&B has a complete copy."""
 
 import json
 import struct
@@ -13,6 +13,7 @@ from experiments.products.specs import figures_using
 from experiments.records import tracking
 from experiments.records.record import Record, read_info, read_metrics
 from experiments.records.run import Run
+from experiments.records.status import Status
 from experiments.records.tracking import decide_mode, logged_in
 from experiments.training.execute import execute
 
@@ -23,18 +24,18 @@ def request(tmp_path: Path, *overrides: str) -> Run:
     return Run(compose([*PAIR, f"results={tmp_path}", "tracking=off", *overrides]))
 
 
-def test_metrics_come_back_bit_for_bit(tmp_path):
+def test_metrics_are_read_bit_identical(tmp_path):
     values = [0.1 + 0.2, 1 / 3, -1e-300, 2.0**53 + 2]
     with Record(tmp_path, request(tmp_path).config) as record:
         for step, value in enumerate(values, 1):
             record.log(step, {"x": value, "y": -value} if step % 2 else {"x": value})
-        record.status = "finished"
+        record.status = Status.FINISHED
     table = read_metrics(tmp_path)
     assert table["x"].tolist() == values
     assert table["y"].dropna().tolist() == [-values[0], -values[2]]
 
 
-def test_run_json_says_what_was_run_and_how_it_ended(tmp_path):
+def test_run_json_has_the_config_and_the_status(tmp_path):
     run = request(tmp_path, "seed=4")
     assert run.status == "missing"
     assert execute(run) == "finished"
@@ -45,14 +46,14 @@ def test_run_json_says_what_was_run_and_how_it_ended(tmp_path):
     assert "results" not in info["config"]
 
 
-def test_an_error_is_kept_and_passed_on(tmp_path):
+def test_an_error_is_recorded_and_raised(tmp_path):
     with pytest.raises(ZeroDivisionError), Record(tmp_path, request(tmp_path).config):
         _ = 1 / 0
     assert read_info(tmp_path)["status"] == "failed"
     assert "ZeroDivisionError" in read_info(tmp_path)["error"]
 
 
-def test_an_interruption_is_not_a_finish(tmp_path):
+def test_an_interrupted_run_is_not_finished(tmp_path):
     with pytest.raises(KeyboardInterrupt), Record(tmp_path, request(tmp_path).config) as record:
         record.log(1, {"x": 1.0})
         raise KeyboardInterrupt
@@ -60,7 +61,7 @@ def test_an_interruption_is_not_a_finish(tmp_path):
     assert read_metrics(tmp_path)["x"].tolist() == [1.0]
 
 
-def test_half_a_run_json_counts_as_missing(tmp_path):
+def test_a_truncated_run_json_counts_as_missing(tmp_path):
     run = request(tmp_path)
     execute(run)
     text = (run.folder / "run.json").read_text()
@@ -68,7 +69,7 @@ def test_half_a_run_json_counts_as_missing(tmp_path):
     assert run.status == "missing" and not run.done
 
 
-def test_a_finished_record_survives_a_second_try_that_fails(tmp_path):
+def test_a_finished_record_survives_an_interrupted_rerun(tmp_path):
     run = request(tmp_path)
     execute(run)
     before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
@@ -78,13 +79,13 @@ def test_a_finished_record_survives_a_second_try_that_fails(tmp_path):
     assert before == {p.name: p.read_bytes() for p in run.folder.iterdir()}
 
 
-def test_nothing_is_written_when_wandb_refuses(tmp_path, monkeypatch):
-    def refuse(**settings):
+def test_nothing_is_written_if_wandb_cannot_log_in(tmp_path, monkeypatch):
+    def no_key(**settings):
         raise wandb.errors.UsageError("no API key")
 
     import wandb
 
-    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setattr(wandb, "init", no_key)
     with pytest.raises(ConfigError, match="wandb login"):
         execute(request(tmp_path, "tracking=online"))
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {".lock"}
@@ -106,11 +107,11 @@ def test_auto_tracking_falls_back_to_offline(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "wandb").exists(), "a smoke run is not tracked"
     short = ["scale=paper", "steps=400", "log_every=40", "task.warm_up=10"]
     assert execute(request(tmp_path, "tracking=auto", *short)) == "finished"
-    assert "kept offline" in capsys.readouterr().err
+    assert "tracked offline" in capsys.readouterr().err
     assert offline_file(tmp_path)
 
 
-def test_the_same_command_gives_the_same_bytes(tmp_path):
+def test_the_same_command_writes_byte_identical_metrics(tmp_path):
     first, second = (request(tmp_path / name) for name in ("a", "b"))
     for run in (first, second):
         execute(run)
@@ -140,7 +141,7 @@ def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
 
 
 def read_wandb(path: Path) -> list:
-    """The records of a .wandb file, by W&B's own message class (it ships no reader for Python).
+    """Return the records of a .wandb file, by W&B's message class (it has no reader for Python).
 
     The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB with pieces of records,
     each piece led by checksum, length and kind (1 whole, 2 first, 3 middle, 4 last).
@@ -164,7 +165,7 @@ def read_wandb(path: Path) -> list:
 
 
 def finished_wandb(results: Path) -> list:
-    """W&B's own process may still be writing when finish() is back; the exit comes last."""
+    """Wait for the exit record: W&B's process may still write after finish() returns."""
     for _ in range(100):
         messages = read_wandb(offline_file(results))
         if any(message.HasField("exit") for message in messages):
@@ -182,7 +183,7 @@ def offline_file(results: Path) -> Path:
     return path
 
 
-def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
+def test_offline_files_have_the_config_and_the_complete_history(tmp_path):
     run = request(tmp_path, "tracking=offline")
     execute(run, tags=figures_using)
     messages = finished_wandb(tmp_path)
@@ -205,7 +206,7 @@ def test_offline_files_hold_the_config_and_the_full_history(tmp_path):
     assert {axes[name] for name in ours.columns if name != "step"} == {"step"}
 
 
-def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
+def test_a_figure_is_uploaded_to_wandb_as_an_image(tmp_path):
     from PIL import Image
 
     Image.new("RGB", (8, 8)).save(tmp_path / "figure.png")
@@ -215,12 +216,12 @@ def test_a_finished_figure_goes_to_wandb_as_an_image(tmp_path):
     assert rows[0]["figure-01/_type"] == "image-file" and rows[0]["figure-01/width"] == 8
 
 
-def test_off_means_off(tmp_path):
+def test_tracking_off_writes_no_wandb_files(tmp_path):
     execute(request(tmp_path, "tracking=off"))
     assert not (tmp_path / "wandb").exists()
 
 
-def test_auto_is_offline_until_somebody_logs_in(monkeypatch, tmp_path):
+def test_auto_is_offline_without_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert not logged_in() and decide_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
@@ -239,7 +240,7 @@ def test_a_key_in_the_netrc_file_counts_as_logged_in(monkeypatch, tmp_path):
     assert logged_in()
 
 
-def test_the_environment_of_wandb_is_respected(monkeypatch):
+def test_the_environment_variables_of_wandb_are_respected(monkeypatch):
     for asked, mode in [("disabled", "off"), ("dryrun", "offline"), ("online", "online")]:
         monkeypatch.setenv("WANDB_MODE", asked)
         assert decide_mode("auto") == mode

@@ -1,4 +1,4 @@
-"""Runs and specs: identity, folders, what a figure needs, and who uses a run."""
+"""Runs and specs: identity, folders, the runs of a figure, and the figures of a run."""
 
 import shlex
 
@@ -11,26 +11,26 @@ from experiments.products import specs
 from experiments.products.specs import Spec, figures_using, load_spec
 from experiments.records.run import Run
 
-OWN = ["experiment=mnist_lr", "optimizer=own", "optimizer._target_=torch.optim.SGD", "steps=20"]
-OWN += ["optimizer.lr=0.01"]
+CUSTOM = ["experiment=mnist_lr", "optimizer=custom", "optimizer._target_=torch.optim.SGD"]
+CUSTOM += ["optimizer.lr=0.01", "steps=20"]
 STOCHASTIC = ["experiment=counterexample_stochastic", "optimizer=adam", "scale=paper"]
 
 
-def test_the_folder_tells_experiment_optimizer_settings_and_seed(tmp_path):
+def test_the_folder_names_experiment_optimizer_settings_and_seed(tmp_path):
     run = Run(compose([*STOCHASTIC, f"results={tmp_path}", "seed=7"]))
     digest = run.config.digest()
     path = f"runs/counterexample_stochastic/adam-{digest}/seed=7"
     assert run.folder == tmp_path / path
 
 
-def test_the_command_of_a_run_makes_that_run():
+def test_the_command_of_a_run_trains_that_run():
     for overrides in (
         STOCHASTIC,
         [*STOCHASTIC, "optimizer.betas=[0.9,0.999]", "seed=3"],
         [*STOCHASTIC, "task.bounds=[-1,1]", "steps=500"],
         [*STOCHASTIC, "+optimizer.weight_decay=0.1"],
         ["experiment=lemma_2", "optimizer=sgd", "optimizer.lr=0.5", "scale=smoke"],
-        OWN,
+        CUSTOM,
         ["experiment=nmt", "scale=smoke", "schedule=null"],
         ["experiment=mnist_lr", "scale=smoke", "log_every=null"],
         ["experiment=mnist_lr", "scale=smoke", "optimizer=adashift", "~optimizer.n"],
@@ -41,12 +41,12 @@ def test_the_command_of_a_run_makes_that_run():
         assert Run(compose(words[2:])).folder == run.folder, run.command()
 
 
-def test_the_command_of_an_own_optimizer_repeats_nothing_of_the_experiment():
-    assert " steps=20 " in Run(compose(OWN)).command()
-    assert "task" not in Run(compose(OWN)).command() and "data" not in Run(compose(OWN)).command()
+def test_the_command_of_a_custom_optimizer_omits_the_settings_of_the_experiment():
+    command = Run(compose(CUSTOM)).command()
+    assert " steps=20 " in command and "task" not in command and "data" not in command
 
 
-def test_a_run_knows_the_figures_it_is_part_of():
+def test_figures_using_lists_the_figures_of_a_run():
     assert figures_using(Run(compose(STOCHASTIC))) == ["figure-01"]
     assert figures_using(Run(compose([*STOCHASTIC, "seed=99"]))) == ["figure-01"]
     assert figures_using(Run(compose([*STOCHASTIC, "optimizer.lr=0.1"]))) == []
@@ -55,7 +55,7 @@ def test_a_run_knows_the_figures_it_is_part_of():
     ]
 
 
-def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness():
+def test_a_spec_expands_to_one_run_per_seed_and_one_for_a_deterministic_run():
     spec = Spec(
         title="t",
         seeds=3,
@@ -69,7 +69,7 @@ def test_a_spec_expands_to_one_run_per_seed_and_one_for_what_has_no_randomness()
     assert {r.config.scale for rs in groups.values() for r in rs} == {"smoke"}
 
 
-def test_a_figure_that_is_not_built_says_what_is_missing(tmp_path, monkeypatch):
+def test_a_figure_without_a_spec_names_the_missing_file(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.products.specs.CONF", tmp_path)
     with pytest.raises(
         ConfigError, match=r"figure 7 is not built yet: conf/figure/07.yaml is missing"
@@ -77,25 +77,15 @@ def test_a_figure_that_is_not_built_says_what_is_missing(tmp_path, monkeypatch):
         load_spec("figure", "07")
 
 
-def test_a_slip_in_a_spec_is_named(tmp_path, monkeypatch):
-    (tmp_path / "figure").mkdir()
-    (tmp_path / "figure" / "01.yaml").write_text("title: x\nseeds: 1\nruns: {}\npanls: []\n")
-    monkeypatch.setattr(specs, "CONF", tmp_path)
-    with pytest.raises(ConfigError, match="panls"):
-        load_spec("figure", "01")
-
-
 @pytest.mark.parametrize("kind", ["figure", "table", "claim"])
-def test_every_spec_of_conf_composes_and_its_names_are_known(kind):
+def test_every_spec_of_conf_composes(kind):
     for path in specs.specs(kind):
         spec = load_spec(kind, path.stem)
-        groups = spec.expand(["scale=smoke"])
-        used = [name for panel in spec.panels for name in panel["runs"]] + spec.once
-        assert set(used) <= groups.keys(), path
+        assert spec.expand(["scale=smoke"]).keys() == spec.runs.keys()
         assert path.read_text().startswith("# make "), f"{path} must open with its command"
 
 
-def test_every_experiment_opens_with_its_command():
+def test_every_experiment_file_starts_with_its_command():
     for path in (CONF / "experiment").glob("*.yaml"):
         lines = path.read_text().splitlines()
         assert lines[0] == "# @package _global_"

@@ -13,7 +13,7 @@ from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.records.run import Run
-from experiments.tasks.correlation import GradientCorrelation, Look, of_size_1
+from experiments.tasks.correlation import FrozenStep, GradientCorrelation, unit_norm
 from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def go_on(task, optimizer, count):
-    """As the loop does; returns what the task saw."""
+def take_steps(task, optimizer, count):
+    """Take steps as the loop does; return the gradients of the measured weight."""
     gradients = []
     for step in islice(task.steps(), count):
         step.take(optimizer)
@@ -48,7 +48,7 @@ def go_on(task, optimizer, count):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_smoke_scale_runs_and_has_every_number(tmp_path, frozen):
+def test_smoke_run_has_every_metric(tmp_path, frozen):
     run = Run(compose([*SMOKE, f"task.frozen={frozen}", f"results={tmp_path}"]))
     assert execute(run) == "finished"
     metrics = run.metrics()
@@ -63,7 +63,7 @@ def test_smoke_scale_runs_and_has_every_number(tmp_path, frozen):
     assert measured.loc[:60].isna().all() and measured.loc[61:].notna().all()
 
 
-def test_the_settings_are_those_of_the_paper_and_the_released_code():
+def test_settings_are_those_of_the_paper_and_the_released_code():
     config = compose(["experiment=mnist_correlation", "optimizer=adashift", "scale=paper"])
     task, optimizer = config.task, config.optimizer
     assert (task["training"], config.steps) == (20 * 859, 30 * 859) and task["frozen"]
@@ -82,10 +82,10 @@ def test_the_weight_between_the_hidden_layers_is_measured():
 
 
 @pytest.mark.parametrize("training", [0, 1])
-def test_a_look_sees_the_gradient_of_a_step(training):
+def test_a_frozen_step_computes_the_gradient_of_a_step(training):
     task, plain = (task_of("task.hidden=[6,5]", f"task.training={training}") for _ in range(2))
     (step,) = islice(task.steps(), 1)
-    assert isinstance(step, Look) == (training == 0)
+    assert isinstance(step, FrozenStep) == (training == 0)
     loss = step.take(optimizer_of(task))
     expected = plain.loss(plain.batches.epoch[0])
     expected.backward()
@@ -94,35 +94,35 @@ def test_a_look_sees_the_gradient_of_a_step(training):
 
 
 @pytest.mark.parametrize("hidden", ["[]", "[8]", "[8,8,8]"])
-def test_another_number_of_hidden_layers_is_refused(hidden):
-    with pytest.raises(ConfigError, match="between two hidden layers: give 2"):
+def test_another_number_of_hidden_layers_raises(hidden):
+    with pytest.raises(ConfigError, match=r"expected 2, .*task\.hidden=\[256,256\]"):
         task_of(f"task.hidden={hidden}")
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_frozen_parameters_stay_and_others_go_on(frozen):
+def test_frozen_parameters_stay_fixed_and_others_are_trained(frozen):
     task = task_of(*TINY, f"task.frozen={frozen}")
     optimizer, start = optimizer_of(task), weights(task)
-    go_on(task, optimizer, 45)
+    take_steps(task, optimizer, 45)
     trained, state = weights(task), optimizer.state_dict()["state"][0]["step"]
     assert not any(torch.equal(a, b) for a, b in zip(start, trained, strict=True))
-    gradients = go_on(task, optimizer, 20)
+    gradients = take_steps(task, optimizer, 20)
     assert same(trained, weights(task)) == frozen
     assert (optimizer.state_dict()["state"][0]["step"] == state) == frozen
-    assert not torch.equal(gradients[0], gradients[1])  # the data go on either way
+    assert not torch.equal(gradients[0], gradients[1])  # batches change in both cases
     assert task.study.count == 20
 
 
-def test_both_ways_begin_at_the_same_point():
+def test_frozen_and_not_frozen_start_from_the_same_point():
     first = []
     for frozen in (True, False):
         task = task_of(*TINY, f"task.frozen={frozen}")
-        first.append(go_on(task, optimizer_of(task), 46)[-1])
+        first.append(take_steps(task, optimizer_of(task), 46)[-1])
     torch.testing.assert_close(*first)
 
 
 def direct(gradients, before, n, beta2=None, phi=None, pairs=None):
-    """The same correlation from all gradients at once."""
+    """Return the correlations from all gradients at once."""
     g = torch.stack(gradients).double().flatten(1).numpy()
     x, y = g[before + n :], g[before : len(g) - n]
     if pairs:
@@ -138,16 +138,20 @@ def direct(gradients, before, n, beta2=None, phi=None, pairs=None):
     return [np.corrcoef(a, b)[0, 1] for a, b in columns]
 
 
+def pairs_of(task):
+    tensors = task.study.state_dict()["tensors"]
+    return tensors["i"], tensors["j"]
+
+
 @pytest.mark.parametrize("frozen", [True, False])
-def test_every_number_is_that_of_numpy_on_stored_gradients(frozen):
+def test_correlations_equal_numpy_on_stored_gradients(frozen):
     task = task_of(*TINY, f"task.frozen={frozen}", "task.beta2s=[0.9,0.999]")
-    gradients = go_on(task, optimizer_of(task), 45 + 50)
+    gradients = take_steps(task, optimizer_of(task), 45 + 50)
     found = task.evaluate()
     wanted = {}
     for n in (1, 2, 3):
         wanted[f"temporal/n={n}"] = direct(gradients, 45, n)
-        pairs = (task.study._i, task.study._j)
-        wanted[f"spatial/n={n}"] = direct(gradients, 45, n, pairs=pairs)
+        wanted[f"spatial/n={n}"] = direct(gradients, 45, n, pairs=pairs_of(task))
     for n in (0, 1, 2, 3):
         for beta2 in (0.9, 0.999):
             for phi in ("non", "max"):
@@ -158,21 +162,21 @@ def test_every_number_is_that_of_numpy_on_stored_gradients(frozen):
         assert found[f"{name}/std"] == pytest.approx(np.std(values), abs=1e-6), name
 
 
-def test_pairs_belong_to_the_seed():
-    first, again, other = (task_of(*TINY, seed=s).study._i for s in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+def test_the_seed_determines_the_pairs():
+    first, again, other = (pairs_of(task_of(*TINY, seed=s)) for s in (0, 0, 1))
+    assert same(first, again) and not same(first, other)
 
 
 @pytest.mark.parametrize("done", [20, 45, 60])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_measurement_goes_on_bit_by_bit(frozen, done):
+def test_resuming_is_bit_identical(frozen, done):
     words = [*TINY, f"task.frozen={frozen}"]
     task = task_of(*words)
     optimizer = optimizer_of(task, n=4)
-    go_on(task, optimizer, done)
+    take_steps(task, optimizer, done)
     file = io.BytesIO()
     torch.save([weights(task), optimizer.state_dict(), task.state_dict()], file)
-    go_on(task, optimizer, 80 - done)
+    take_steps(task, optimizer, 80 - done)
 
     file.seek(0)
     start, inner, state = torch.load(file, weights_only=True)
@@ -182,20 +186,20 @@ def test_a_measurement_goes_on_bit_by_bit(frozen, done):
     again = optimizer_of(other, n=4)
     again.load_state_dict(inner)
     other.load_state_dict(state)
-    go_on(other, again, 80 - done)
+    take_steps(other, again, 80 - done)
     assert task.evaluate() == other.evaluate()
 
 
-def test_the_correlations_come_when_there_are_enough_gradients():
+def test_correlations_are_recorded_once_there_are_enough_gradients():
     task = task_of(*TINY)
     optimizer = optimizer_of(task)
-    go_on(task, optimizer, 45 + 4)
+    take_steps(task, optimizer, 45 + 4)
     assert "temporal/n=3" not in task.evaluate()
-    go_on(task, optimizer, 1)
+    take_steps(task, optimizer, 1)
     assert all(np.isfinite(x) for x in task.evaluate().values()) and len(task.evaluate()) > 50
 
 
-def test_the_task_is_a_classifier_of_its_own_settings():
+def test_invalid_settings_are_reported_by_name():
     with pytest.raises(ConfigError, match=r"task\.training=-1"):
         task_of("task.training=-1")
     with pytest.raises(ConfigError, match=r"task\.frozen=perhaps"):
@@ -214,7 +218,7 @@ def probed(optimizer, *words, tmp_path):
 
 
 @pytest.mark.parametrize("beta1", [0, 0.9])
-def test_adams_large_gradients_move_less_and_adashifts_do_not(beta1, tmp_path):
+def test_large_gradients_move_less_with_adam_and_not_with_adashift(beta1, tmp_path):
     adam = probed("adam", f"optimizer.betas=[{beta1},0.999]", tmp_path=tmp_path).iloc[-1]
     words = [f"optimizer.betas=[{beta1},0.999]", f"optimizer.n={1 if beta1 == 0 else 10}"]
     adashift = probed("adashift", *words, tmp_path=tmp_path).iloc[-1]
@@ -224,7 +228,7 @@ def test_adams_large_gradients_move_less_and_adashifts_do_not(beta1, tmp_path):
     assert all(adam[f"{b}/k_effect"] < 1 for b in blocks)
 
 
-def test_the_probe_watches_after_so_many_steps_and_changes_nothing():
+def test_the_probe_starts_after_watch_after_steps_and_changes_nothing():
     config = compose(["experiment=mnist_net_update", "optimizer=adam", "scale=smoke"])
     task, plain = (build(config.task, "task", seed=0, device=CPU) for _ in range(2))
     ends = []
@@ -236,20 +240,23 @@ def test_the_probe_watches_after_so_many_steps_and_changes_nothing():
         ends.append(weights(each))
     assert same(*ends) and plain.probe is None
     assert isinstance(task.probe, DecorrelationProbe)
-    assert task.probe._blocks[2].name == "W2" and task.probe._blocks[2].counts["seen"] == 5
+    assert "W2/k_effect" in task.probe.results()
+    assert [counts["seen"] for counts in task.probe.state_dict()["counts"]] == [5] * 6
 
 
-def test_gradients_of_unit_length_are_looked_at_and_not_used(monkeypatch):
+def test_unit_gradients_are_measured_but_not_used_for_training(monkeypatch):
     plain, unit = task_of(*TINY), task_of(*TINY, "+task.unit=true")
     seen = []
     monkeypatch.setattr(unit.study, "warm_up", seen.append)
-    usual = go_on(plain, optimizer_of(plain), 3)
-    assert same(usual, go_on(unit, optimizer_of(unit), 3)) and same(weights(plain), weights(unit))
+    usual = take_steps(plain, optimizer_of(plain), 3)
+    assert same(usual, take_steps(unit, optimizer_of(unit), 3)) and same(
+        weights(plain), weights(unit)
+    )
     for g, shown in zip(usual, seen, strict=True):
         torch.testing.assert_close(shown * g.norm(), g)
-    assert "unit" not in compose(SMOKE).task  # the runs of Tables 1 to 4 stay what they are
+    assert "unit" not in compose(SMOKE).task  # so the identities of Tables 1 to 4 do not change
 
 
-def test_a_gradient_of_zero_has_no_size_to_be_taken_away():
-    assert torch.equal(of_size_1(torch.zeros(2, 3)), torch.zeros(2, 3))
-    assert of_size_1(torch.full((4,), 1e-30)).norm() == pytest.approx(1)
+def test_unit_norm_of_zero_is_zero():
+    assert torch.equal(unit_norm(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert unit_norm(torch.full((4,), 1e-30)).norm() == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""WGAN-GP: the networks, the penalty's derivatives, both objectives, turns, resuming."""
+"""WGAN-GP: networks, derivatives of the penalty, both objectives, rounds, resuming."""
 
 import io
 from functools import cache, partial
@@ -17,7 +17,7 @@ from experiments.config.paths import CONF
 from experiments.models.gan import GAIN, Conv, Linear, Networks, Residual
 from experiments.records.run import Run
 from experiments.task import Step
-from experiments.tasks.gan import MaxGP, WassersteinGP, practise
+from experiments.tasks.gan import MaxGP, WassersteinGP, pretrain
 from experiments.training.execute import execute
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ OPTIMIZERS = {
     for name in ("wgan_critic", "wgan_gp")
 }
 MAX_GP = "task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"
-# Images of 8 pixels, which every test can afford.
+# Images of 8 pixels keep the tests fast.
 TINY = [
     "data._target_=experiments.data.images.generate_images", "++data.size=8", "model.sizes=2",
     "model.noise=10", "trainer.batch=8",
@@ -48,7 +48,7 @@ def task_of(experiment, *overrides, seed=0):
 
 
 def critic_of(width=3, layers=1, sizes=2, size=4):
-    """A tiny one in double precision, with biases that are not 0."""
+    """Return a tiny critic in double precision, with biases that are not 0."""
     torch.manual_seed(0)
     critic = Networks(width, layers, sizes, noise=5).critic(size).double()
     for layer in critic.layers:
@@ -61,7 +61,7 @@ def pictures(count=6, size=4, seed=1):
 
 
 def slopes_of(critic, points):
-    """By autograd, which knows nothing of how the critic is built."""
+    """Return the slopes by autograd."""
     points = points.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(critic(points).sum(), points, create_graph=True)
     return gradient.flatten(1).norm(dim=1)
@@ -87,7 +87,7 @@ def learn(task, optimizers, count):
 # The networks
 
 
-def test_the_published_networks_have_their_parameters():
+def test_parameter_counts_of_the_published_networks():
     source = [
         "data._target_=experiments.data.images.generate_images", "data.limit=64",
         "data.test_limit=1",
@@ -100,8 +100,8 @@ def test_the_published_networks_have_their_parameters():
         assert not task.trainer.channels_last
 
 
-def test_a_rate_is_worth_more_than_it_says():
-    """Factors of the released code; that of a residual layer has the gain of its ReLU in it."""
+def test_scales_of_the_weights():
+    """The scales of the released code; a residual layer's includes the gain of its ReLU."""
     critic = Networks(128, 2, 4, 100).critic(32)
     scales = {type(layer).__name__: layer.scale for layer in critic.layers}
     assert scales["Conv"] == pytest.approx(19.2, abs=0.05)
@@ -115,19 +115,19 @@ def test_a_rate_is_worth_more_than_it_says():
     [
         (partial(Conv, 32, 64), torch.randn(4, 32, 16, 16), 1),
         (partial(Conv, 32, 64, GAIN), torch.randn(4, 32, 16, 16).relu(), 1),
-        (partial(Residual, 64), torch.randn(4, 64, 16, 16), 2),  # its input is added to it
+        (partial(Residual, 64), torch.randn(4, 64, 16, 16), 2),  # includes its input
         (partial(Linear, 500, 300), torch.randn(200, 500), 1),
     ],
 )
 @torch.no_grad()
-def test_weights_start_so_that_the_variance_stays(layer, x, variance):
+def test_initial_weights_preserve_the_variance(layer, x, variance):
     torch.manual_seed(0)
     layer = layer()
     bound = 0.01 * 3**0.5
     assert layer.weight.std() == pytest.approx(0.01, rel=0.02)  # uniform
     assert 0.999 * bound < layer.weight.abs().max() <= bound
     assert (layer.bias == 0).all()
-    inner = layer(x)[..., 1:-1, 1:-1] if x.ndim == 4 else layer(x)  # zeros stand around an image
+    inner = layer(x)[..., 1:-1, 1:-1] if x.ndim == 4 else layer(x)  # without the zero padding
     assert inner.var() == pytest.approx(variance, rel=0.1)
 
 
@@ -138,7 +138,7 @@ def test_a_critic_starts_with_slopes_near_one():
     assert slopes.min() > 0.7 and slopes.max() < 1.6
 
 
-def test_the_layers_are_what_they_say():
+def test_the_critic_matches_a_plain_forward_pass():
     critic = critic_of(layers=2)
     stem, first, second, down, third, fourth, score = critic.layers
 
@@ -157,7 +157,7 @@ def test_the_layers_are_what_they_say():
     torch.testing.assert_close(critic(x), h.flatten(1) @ last[0] + score.bias)
 
 
-def test_a_size_that_cannot_be_halved_is_refused():
+def test_a_size_that_cannot_be_halved_raises():
     with pytest.raises(ConfigError, match="sizes is 5; 8 pixels cannot be halved 4 times"):
         task_of("wgan_gp", "model.sizes=5")
 
@@ -166,8 +166,8 @@ def test_a_size_that_cannot_be_halved_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 2, 4), (4, 2, 3, 8), (2, 3, 1, 4)])
-def test_the_gradient_of_the_critic_is_that_of_autograd(shape):
-    """And so are the derivatives of its norms: once by the critic's own way, once by autograd's."""
+def test_the_gradient_of_the_critic_matches_autograd(shape):
+    """And so do the derivatives of its norms with respect to the weights."""
     critic, points = critic_of(*shape), pictures(size=shape[-1])
     own = critic.gradient(points).flatten(1).norm(dim=1)
     theirs = slopes_of(critic, points)
@@ -177,15 +177,15 @@ def test_the_gradient_of_the_critic_is_that_of_autograd(shape):
     first = torch.autograd.grad((own * weighted).sum(), parameters, allow_unused=True)
     second = torch.autograd.grad((theirs * weighted).sum(), parameters, allow_unused=True)
     for name, a, b in zip(dict(critic.named_parameters()), first, second, strict=True):
-        if name.endswith("bias"):  # a bias moves no gradient
+        if name.endswith("bias"):  # a bias does not affect the gradient
             assert a is None and (b is None or not b.any())
         else:
             torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("objective", [WassersteinGP(10), MaxGP(0.1)])
-def test_the_penalty_has_the_right_derivatives(objective):
-    """Against finite differences of the penalty, which has autograd's slopes."""
+def test_derivatives_of_the_penalty_match_finite_differences(objective):
+    """The finite differences use autograd's slopes."""
     critic, points = critic_of(), pictures()
     objective.penalty(critic.gradient(points).flatten(1).norm(dim=1)).backward()
     source, h = torch.Generator().manual_seed(0), 1e-6
@@ -199,7 +199,7 @@ def test_the_penalty_has_the_right_derivatives(objective):
         assert found == pytest.approx((sides[0] - sides[1]) / (2 * h), rel=1e-6, abs=1e-7)
 
 
-def test_a_gradient_of_zero_has_a_derivative():
+def test_the_penalty_of_a_zero_gradient_has_finite_derivatives():
     critic = critic_of()
     torch.nn.init.zeros_(critic.layers[-1].weight)
     task = task_of("wgan_gp")
@@ -212,7 +212,7 @@ def test_a_gradient_of_zero_has_a_derivative():
 
 
 def slow_loss(task, rows, stored):
-    """The critic's loss, image by image, from the draws that the task is about to make."""
+    """Return the critic's loss, image by image, with the same random numbers as the task."""
     source = torch.Generator()
     source.set_state(task.noise.get_state())
     noise = torch.randn(len(rows), 10, generator=source)
@@ -238,7 +238,7 @@ def slow_loss(task, rows, stored):
 
 @both_tasks
 @both_objectives
-def test_an_objective_is_what_it_says(experiment, objective):
+def test_objectives_match_the_slow_loss(experiment, objective):
     task, rows = task_of(experiment, *objective), torch.arange(3, 11)
     stored = pictures(4, 8).float() if objective else None
     if objective:
@@ -251,7 +251,7 @@ def test_an_objective_is_what_it_says(experiment, objective):
     torch.testing.assert_close(flat(found), flat(gradients), rtol=1e-3, atol=1e-2)
 
 
-def test_half_of_the_points_are_stored_ones():
+def test_half_of_the_points_are_stored():
     objective = MaxGP(0.1)
     fresh, later = (torch.arange(8.0).view(8, 1, 1, 1) + start for start in (0, 100))
     assert objective.points(fresh).flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -270,8 +270,8 @@ def test_a_small_batch_keeps_its_size(count):
         objective.remember(points, torch.rand(count))
 
 
-def test_points_are_stored_when_a_round_ends():
-    """By the slopes before the last step; here nothing moves, so that they can be looked at."""
+def test_points_are_stored_at_the_end_of_a_round():
+    """The slopes are those before the last step; with lr=0 they do not change."""
     task = task_of("wgan_critic", MAX_GP)
     still = optimizers_of(task, partial(torch.optim.SGD, lr=0))
     kept = []
@@ -282,13 +282,13 @@ def test_points_are_stored_when_a_round_ends():
     assert changed == ([False] * 3 + [True] + [False]) * 2 + [False] * 3 + [True]
     slopes = [slopes_of(task.critic, kept[at]) for at in (4, 9, 14)]
     assert all((s.diff() <= 1e-6).all() for s in slopes)
-    assert all((b >= a - 1e-6).all() for a, b in pairwise(slopes))  # only a steeper one replaces
+    assert all((b >= a - 1e-6).all() for a, b in pairwise(slopes))  # only steeper points are stored
 
 
-# The game
+# Rounds
 
 
-def test_five_critic_steps_to_a_generator_step():
+def test_five_critic_steps_per_generator_step():
     task = task_of("wgan_gp")
     players = [step.player for step in islice(task.steps(), 18)]
     assert players == (["critic"] * 5 + ["generator"]) * 3
@@ -301,7 +301,7 @@ def test_five_critic_steps_to_a_generator_step():
     assert {step.player for step in islice(task_of("wgan_critic").steps(), 18)} == {"critic"}
 
 
-def test_a_step_moves_its_player_alone():
+def test_a_step_updates_only_its_player():
     task = task_of("wgan_gp")
     optimizers = optimizers_of(task, partial(torch.optim.Adam, lr=1e-3))
     for step in islice(task.steps(), 12):
@@ -312,12 +312,12 @@ def test_a_step_moves_its_player_alone():
             name for name, p in task.players().items() if not torch.equal(before[name], flat(p))
         }
         assert moved == {step.player}
-        if step.player == "generator":  # nothing was computed for the critic
+        if step.player == "generator":  # no gradients are computed for the critic
             assert all(a is p.grad for a, p in zip(grads, task.critic.parameters(), strict=True))
             assert all(p.requires_grad for p in task.critic.parameters())
 
 
-def test_the_generator_learns_to_be_taken_for_real():
+def test_the_generator_learns_to_raise_its_score():
     task = task_of("wgan_gp")
     optimizer = torch.optim.Adam(task.generator.parameters(), lr=1e-4)
     before = task.generator_loss()
@@ -326,7 +326,7 @@ def test_the_generator_learns_to_be_taken_for_real():
     assert task.generator_loss() < before - 0.1
 
 
-def test_a_fixed_generator_never_changes_and_knows_no_seed():
+def test_a_fixed_generator_never_changes_and_does_not_depend_on_the_seed():
     first, other, wanted = (
         task_of("wgan_critic", seed=0),
         task_of("wgan_critic", seed=1),
@@ -341,27 +341,27 @@ def test_a_fixed_generator_never_changes_and_knows_no_seed():
     assert not torch.equal(weights(first), weights(other))
 
 
-def test_a_fixed_generator_can_be_one_that_was_trained():
+def test_a_fixed_generator_can_be_pretrained():
     words = ["trainer.critic_steps=2", "task.generator_steps=3"]
     task, again, other = (task_of("wgan_critic", *words, seed=seed) for seed in (0, 0, 1))
     full = task_of("wgan_gp", "trainer.critic_steps=2", seed=1000)
-    practise(full, 3)
+    pretrain(full, 3)
     assert torch.equal(flat(task.generator.parameters()), flat(full.generator.parameters()))
     assert torch.equal(flat(task.generator.parameters()), flat(other.generator.parameters()))
     random = task_of("wgan_critic")
-    assert torch.equal(weights(task), weights(random))  # the critic has not begun
+    assert torch.equal(weights(task), weights(random))  # the critic is untrained
     assert not torch.equal(flat(task.generator.parameters()), flat(random.generator.parameters()))
     assert torch.equal(task.noise.get_state(), again.noise.get_state())
 
 
-def test_images_are_centred_and_noise_lies_on_the_sphere():
+def test_images_are_centred_and_noise_is_on_the_sphere():
     task = task_of("wgan_gp")
     values = task.images(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     assert values.flatten().tolist() == [-127.5 / 128, 127.5 / 128]
     torch.testing.assert_close(task.draw(50).norm(dim=1), torch.ones(50))
     ends = torch.zeros(99, 3, 8, 8), torch.ones(99, 3, 8, 8)
     points = task.between(*ends)
-    assert all(p.min() == p.max() for p in points)  # one draw for an image
+    assert all(p.min() == p.max() for p in points)  # one random number per image
     assert 0 < points.min() < 0.1 and 0.9 < points.max() < 1
 
 
@@ -370,12 +370,12 @@ def test_samples_are_one_picture():
     picture = task.samples()
     assert picture.shape == (3, 64, 64) and picture.dtype == torch.uint8
     values = task.generated(task.sample_noise)[19] * 128 + 127.5
-    tile = picture[:, 16:24, 24:32]  # the fourth of the third row
+    tile = picture[:, 16:24, 24:32]  # row 3, column 4
     torch.testing.assert_close(tile.float(), values.clamp(0, 255), rtol=0, atol=0.51)
     assert torch.equal(picture, task.samples())
 
 
-def test_samples_are_in_the_record_and_on_w_and_b(tmp_path):
+def test_samples_are_kept_in_the_record_and_in_wandb(tmp_path):
     words = ["optimizer=adashift", *TINY, "tracking=offline", f"results={tmp_path}"]
     run = Run(config_of("wgan_gp", *words))
     assert execute(run) == "finished"
@@ -385,7 +385,7 @@ def test_samples_are_in_the_record_and_on_w_and_b(tmp_path):
     assert copy.read_bytes() == kept.read_bytes()
 
 
-def test_evaluation_is_a_look_and_no_step():
+def test_evaluation_changes_nothing():
     task = task_of("wgan_critic")
     before = task.noise.get_state()
     assert task.evaluate() == task.evaluate()
@@ -407,7 +407,7 @@ def test_channels_last_computes_the_same(objective):
     torch.testing.assert_close(weights(plain), weights(fast), rtol=1e-3, atol=1e-5)
 
 
-# Whole runs
+# Complete runs
 
 
 def losses(tmp_path, experiment, *words):
@@ -425,14 +425,14 @@ def test_the_critic_learns_with_every_optimizer(optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "amsgrad", "adashift"])
-def test_and_with_the_released_objective(optimizer, tmp_path):
+def test_the_critic_learns_with_the_released_objective(optimizer, tmp_path):
     words = [f"optimizer={optimizer}", "steps=30", MAX_GP]
     found = losses(tmp_path, "wgan_critic", *words)["critic/loss"]
     assert found.iloc[-1] < found.iloc[0] - 0.3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS["wgan_gp"])
-def test_both_players_have_their_losses(optimizer, tmp_path):
+def test_both_players_record_their_losses(optimizer, tmp_path):
     found = losses(tmp_path, "wgan_gp", f"optimizer={optimizer}")
     assert set(found) == {"critic/loss", "generator/loss"}
     assert found.notna().all(axis=None)
@@ -452,8 +452,8 @@ def test_the_same_seed_gives_the_same_record(experiment, objective, tmp_path):
 
 @both_tasks
 @both_objectives
-@pytest.mark.parametrize("cut", [5, 8])  # when it is the generator's turn, and within a round
-def test_training_that_is_resumed_goes_on_to_the_bit(experiment, objective, cut):
+@pytest.mark.parametrize("cut", [5, 8])  # before a generator step, and within a round
+def test_resuming_is_bit_identical(experiment, objective, cut):
     whole, begun, rest = (task_of(experiment, *objective) for _ in range(3))
     make = partial(AdaShift, lr=1e-4, betas=(0, 0.999), n=1)
     expected = learn(whole, optimizers_of(whole, make), 14)

@@ -1,4 +1,4 @@
-"""Logistic regression and the perceptron: the paper's settings, and training that is resumed."""
+"""Logistic regression and the perceptron: the paper's settings, evaluation and resuming."""
 
 import io
 from functools import partial
@@ -21,7 +21,7 @@ EXPERIMENTS = ["mnist_lr", "mnist_mlp"]
 
 
 def task_of(experiment, seed=0, *overrides):
-    """The task of an experiment at its own size, on generated images."""
+    """Return the task of an experiment at its own size, on generated images."""
     config = compose([f"experiment={experiment}", "optimizer=adam", "scale=smoke", *overrides])
     return build(config.task, "task", seed=seed, device=CPU)
 
@@ -46,7 +46,7 @@ def learn(task, optimizer, count):
         ("mnist_mlp", [(784, 256), (256,), (256, 256), (256,), (256, 10), (10,)], 269_322),
     ],
 )
-def test_the_networks_have_the_papers_parameters(experiment, shapes, count):
+def test_parameter_shapes_are_those_of_the_paper(experiment, shapes, count):
     (params,) = task_of(experiment).players().values()
     assert [tuple(p.shape) for p in params] == shapes
     assert sum(p.numel() for p in params) == count
@@ -58,14 +58,14 @@ def test_logistic_regression_starts_near_zero():
     assert (bias == 0).all()
 
 
-def test_every_number_of_the_perceptron_starts_normal():
+def test_all_parameters_of_the_perceptron_start_standard_normal():
     for p in weights(task_of("mnist_mlp")):
         assert p.std() == pytest.approx(1, abs=4 / p.numel() ** 0.5)
         assert abs(p.mean()) < 4 / p.numel() ** 0.5
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_seed_decides_start_and_order_whatever_the_optimizer(experiment):
+def test_the_seed_determines_start_and_order_for_every_optimizer(experiment):
     first, again, other = (task_of(experiment, seed) for seed in (0, 0, 1))
     learn(again, torch.optim.SGD(again.net.parameters(), lr=0.1), 3)
     assert same(weights(first), weights(task_of(experiment)))
@@ -75,7 +75,7 @@ def test_a_seed_decides_start_and_order_whatever_the_optimizer(experiment):
     assert not same(weights(first), weights(other))
 
 
-def test_start_and_order_do_not_hang_together():
+def test_start_and_order_are_independent():
     plain, wide = task_of("mnist_lr"), task_of("mnist_lr", 0, "task.hidden=[5]")
     assert torch.equal(next(iter(plain.batches)), next(iter(wide.batches)))
     small = task_of("mnist_lr", 0, "task.batch=32")
@@ -96,7 +96,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_batch(experiment):
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_evaluation_through_one_matrix_is_that_of_the_network(experiment):
+def test_evaluation_with_one_layer_matches_the_network(experiment):
     task = task_of(experiment)
     learn(task, torch.optim.Adam(task.net.parameters(), lr=1e-3), 5)
     found = task.evaluate()
@@ -109,7 +109,7 @@ def test_evaluation_through_one_matrix_is_that_of_the_network(experiment):
     assert len(found) == 4
 
 
-def test_one_matrix_does_what_three_layers_do():
+def test_one_layer_equals_three_linear_layers():
     net = task_of("mnist_mlp").net
     net.weights, net.biases = ([p.double() for p in part] for part in (net.weights, net.biases))
     x = torch.rand(20, 784, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_one_matrix_does_what_three_layers_do():
 @pytest.mark.parametrize(
     "make", [torch.optim.Adam, partial(AdaShift, n=2)], ids=["Adam", "AdaShift"]
 )
-def test_training_goes_on_bit_by_bit(make, done):
+def test_resuming_is_bit_identical(make, done):
     task = task_of("mnist_lr")
     optimizer = make(task.net.parameters(), lr=0.01)
     learn(task, optimizer, done)
@@ -157,7 +157,7 @@ def settings(experiment, optimizer):
         ("mnist_mlp", (0.001, 0.001, 0.001, 0.0005, 0.01), 1e-8, 64, 57_300, 100),
     ],
 )
-def test_the_settings_are_those_of_tables_5_and_6(experiment, lr, eps, batch, steps, log_every):
+def test_settings_are_those_of_tables_5_and_6(experiment, lr, eps, batch, steps, log_every):
     names = ("sgd", "adam", "amsgrad", "non_adashift", "adashift")
     for name, rate in zip(names, lr, strict=True):
         config, optimizer = settings(experiment, name)
@@ -175,7 +175,7 @@ def test_the_settings_are_those_of_tables_5_and_6(experiment, lr, eps, batch, st
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_the_fused_rule_of_the_tuned_files_is_the_same_rule(amsgrad):
+def test_fused_adam_matches_plain_adam(amsgrad):
     ends = []
     for fused in (False, True):
         task = task_of("mnist_lr")
@@ -186,7 +186,7 @@ def test_the_fused_rule_of_the_tuned_files_is_the_same_rule(amsgrad):
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_smoke_scale_learns_and_never_asks_for_data(experiment, tmp_path, monkeypatch):
+def test_smoke_run_learns_and_needs_no_data_files(experiment, tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("smoke scale must not need files")
 
@@ -200,7 +200,7 @@ def test_smoke_scale_learns_and_never_asks_for_data(experiment, tmp_path, monkey
     assert metrics["classifier/loss"].iloc[-1] < metrics["classifier/loss"].iloc[0]
 
 
-def test_other_shapes_are_a_matter_of_settings():
+def test_other_widths_are_possible():
     task = LinearClassifier(
         mnist.generate_digits, hidden=[3], weight_std=0.1, bias_std=0, batch=10, seed=0, device=CPU
     )

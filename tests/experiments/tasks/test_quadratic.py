@@ -1,4 +1,4 @@
-"""The ill-conditioned two-layer linear problem, Levenberg–Marquardt, and the falling rates."""
+"""The ill-conditioned two-layer linear problem, Levenberg–Marquardt, and decreasing rates."""
 
 import io
 import math
@@ -15,7 +15,8 @@ from adashift import AdaShift
 from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.products.figures import Group, curves
+from experiments.products.figures import RunGroup, curves
+from experiments.products.schema import CurvesPanel
 from experiments.products.summaries import tail_log10
 from experiments.records.run import Run
 from experiments.schedules import exponential, linear
@@ -54,12 +55,12 @@ def learn(task, optimizer, count):
 
 
 def objective_of(step):
-    """What one step of the task minimises."""
-    return step.act.args[0]
+    """Return the objective of one step of the task."""
+    return step.update.args[0]
 
 
 def plain_loss(objective):
-    """By the definition, for autograd."""
+    """Return the loss by its definition, for autograd."""
     root = torch.linalg.eigh(objective.moment)
     points = root.eigenvectors * root.eigenvalues.clamp(min=0).sqrt()
     return ((objective.w1 @ objective.w2 - objective.target) @ points).square().sum()
@@ -68,7 +69,7 @@ def plain_loss(objective):
 # -- the problem -------------------------------------------------------------------------------
 
 
-def test_it_has_the_sizes_of_the_talk_in_double_precision():
+def test_sizes_are_those_of_the_talk_in_double_precision():
     w1, w2 = task_of().players()["net"]
     assert (w1.shape, w2.shape) == ((10, 6), (6, 6))
     assert {w1.dtype, w2.dtype, task_of().target.dtype} == {torch.float64}
@@ -78,7 +79,7 @@ def test_it_has_the_sizes_of_the_talk_in_double_precision():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spacing", ["linear", "geometric"])
-def test_the_condition_of_A_is_what_was_asked_for(spacing, seed):
+def test_the_condition_of_A_is_the_given_one(spacing, seed):
     found = torch.linalg.svdvals(task_of(f"task.spacing={spacing}", seed=seed).target)
     assert found[0].item() == pytest.approx(1) and found[0] / found[-1] == pytest.approx(1e5)
     torch.testing.assert_close(found, singular_values(6, 1e5, spacing), rtol=1e-9, atol=1e-14)
@@ -86,7 +87,7 @@ def test_the_condition_of_A_is_what_was_asked_for(spacing, seed):
     torch.testing.assert_close(steps, steps.mean().expand(5), rtol=1e-7, atol=0)
 
 
-def test_1e20_is_beyond_double_precision():
+def test_condition_1e20_exceeds_double_precision():
     assert singular_values(6, 1e20, "geometric")[-1].item() == pytest.approx(1e-20)
     target = task_of("task.condition=1e20", "task.spacing=geometric").target
     assert (torch.linalg.svdvals(target)[-2:] < 1e-15).all()
@@ -108,7 +109,7 @@ def test_the_expected_loss_is_the_squared_distance_to_A():
     assert sampled == pytest.approx(found, rel=0.02)
 
 
-def test_the_sampled_loss_is_the_mean_over_the_points():
+def test_the_sampled_loss_is_the_mean_over_samples():
     task = task_of("task.sampled=1000")
     errors = (task.samples @ task.w2.T @ task.w1.T - task.samples @ task.target.T).detach()
     found = task.evaluate()
@@ -118,7 +119,7 @@ def test_the_sampled_loss_is_the_mean_over_the_points():
 
 
 @pytest.mark.parametrize("words", INPUTS, ids=NAMES)
-def test_the_gradient_is_that_of_the_loss(words):
+def test_gradients_match_autograd_and_finite_differences(words):
     task = task_of(*words)
     objective = objective_of(next(task.steps()))
     loss = objective()
@@ -149,7 +150,7 @@ def slope(objective, p, where, h=1e-5):
      partial(AdaShift, lr=0.01, n=3, fused=True)],
     ids=["SGD", "Adam", "AdaShift"],
 )  # fmt: skip
-def test_the_closure_moves_as_autograd_does(make):
+def test_steps_with_the_closure_match_autograd(make):
     ours, other = task_of(), task_of()
     learn(ours, make(ours.players()["net"]), 30)
     optimizer = make(other.players()["net"])
@@ -159,7 +160,7 @@ def test_the_closure_moves_as_autograd_does(make):
     assert not torch.equal(weights(ours), weights(task_of()))
 
 
-def test_a_seed_decides_matrix_start_and_points():
+def test_the_seed_determines_matrix_start_and_samples():
     first, again, other = (task_of("task.sampled=9", seed=s) for s in (0, 0, 1))
     for get in (weights, lambda t: t.target, lambda t: t.samples):
         assert torch.equal(get(first), get(again)) and not torch.equal(get(first), get(other))
@@ -167,7 +168,7 @@ def test_a_seed_decides_matrix_start_and_points():
     assert torch.equal(weights(first), weights(task_of("task.condition=1e20")))
 
 
-def test_batches_need_points():
+def test_batches_need_samples():
     with pytest.raises(ConfigError, match="no samples"):
         task_of("task.batch=10")
     with pytest.raises(ConfigError, match=r"task.condition=0.5"):
@@ -175,7 +176,7 @@ def test_batches_need_points():
 
 
 @pytest.mark.parametrize("done", [5, 16, 20])  # 16 batches of 3 are an epoch of 50
-def test_training_goes_on_bit_by_bit(done):
+def test_resuming_is_bit_identical(done):
     words = INPUTS[2]
     task = task_of(*words)
     optimizer = AdaShift(task.players()["net"], lr=0.01, n=2)
@@ -196,10 +197,10 @@ def test_training_goes_on_bit_by_bit(done):
     assert task.evaluate() == other.evaluate()
 
 
-def test_without_batches_there_is_nothing_to_keep():
+def test_without_batches_there_is_no_state():
     assert task_of().state_dict() == {}
     task_of().load_state_dict({})
-    with pytest.raises(ValueError, match="keeps no state"):
+    with pytest.raises(ValueError, match="has no state"):
         task_of().load_state_dict({"batches": 1})
 
 
@@ -236,7 +237,7 @@ def test_levenberg_marquardt_converges_in_few_steps(words, seed):
     assert task.evaluate()["expected_loss"] < 1e-20
 
 
-def test_a_step_lowers_the_loss_or_is_taken_back():
+def test_a_step_lowers_the_loss_or_is_undone():
     task = task_of("task.spacing=geometric", seed=1)
     optimizer = LevenbergMarquardt(task.players()["net"], damping=1e-9)
     (group,) = optimizer.param_groups
@@ -254,7 +255,7 @@ def test_a_step_lowers_the_loss_or_is_taken_back():
     assert 5 < accepted < 60
 
 
-def test_levenberg_marquardt_keeps_its_damping_and_refuses_nonsense():
+def test_levenberg_marquardt_saves_its_damping_and_checks_settings():
     task = task_of()
     optimizer = LevenbergMarquardt(task.players()["net"])
     learn(task, optimizer, 3)
@@ -271,7 +272,7 @@ def test_levenberg_marquardt_keeps_its_damping_and_refuses_nonsense():
 # -- schedules, runs, figures ------------------------------------------------------------------
 
 
-def test_rates_fall_in_a_line_or_by_equal_parts():
+def test_linear_and_exponential_schedules():
     assert [linear(x) for x in (0, 0.5, 1)] == [1, 0.5, 0]
     assert [exponential(x, end=1e-4) for x in (0, 0.5, 1)] == pytest.approx([1, 1e-2, 1e-4])
     line, curve = (
@@ -283,7 +284,7 @@ def test_rates_fall_in_a_line_or_by_equal_parts():
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_smoke_scale_learns_and_the_same_seed_gives_the_same_record(experiment, tmp_path):
+def test_smoke_run_learns_and_the_same_seed_gives_the_same_record(experiment, tmp_path):
     records = []
     for name in "ab":
         run = Run(config_of(f"results={tmp_path / name}", experiment=experiment))
@@ -295,18 +296,19 @@ def test_smoke_scale_learns_and_the_same_seed_gives_the_same_record(experiment, 
     assert metrics["loss"].iloc[-1] < metrics["loss"].iloc[0]
 
 
-def test_the_end_of_a_curve_in_orders_of_magnitude():
+def test_tail_log10_is_the_mean_exponent_at_the_end():
     metrics = pd.DataFrame({"step": range(20), "loss": [1.0] * 18 + [1e-4, 1e-8]})
     assert tail_log10(metrics, "loss") == pytest.approx(-6)
 
 
-def test_a_figure_can_show_means_of_orders_of_magnitude(tmp_path):
+def test_curves_can_show_mean_exponents(tmp_path):
     words = [f"results={tmp_path}", "steps=20"]
     runs = [Run(config_of(*words, optimizer="sgd")).with_seed(seed) for seed in range(3)]
     assert {execute(run) for run in runs} == {"finished"}
     _, ax = plt.subplots()
     ax.set(xscale="log", yscale="log")
-    table = curves(ax, [Group("sgd", "SGD", runs)], "expected_loss", orders=True)
+    panel = CurvesPanel(title="(a)", metric="expected_loss", runs=["sgd"], orders=True)
+    table = curves(ax, [RunGroup("sgd", "SGD", runs)], panel)
     logs = [math.log10(run.metrics()["expected_loss"].iloc[-1]) for run in runs]
     row = table.iloc[-1]
     assert (row["step"], row["n"]) == (20, 3)

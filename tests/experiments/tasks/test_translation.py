@@ -1,11 +1,10 @@
-"""Translation: text and what is refused of it, the network against slow forms of it, beam search
-against all sentences there are, and trainings that are small enough to be learned by heart."""
+"""Translation: text files and their errors, the network compared with a slow reference, beam search
+compared with all sentences, and trainings small enough to memorize."""
 
 import gzip
 import io
 import math
 from itertools import islice, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +31,7 @@ from experiments.data.text import (
     read_pairs,
 )
 from experiments.data.translation import generate_sentences, load_multi30k, load_sentences
-from experiments.models.beam import search
+from experiments.models.beam import beam_search
 from experiments.models.seq2seq import Translator
 from experiments.records.run import Run
 from experiments.schedules import halvings
@@ -94,7 +93,7 @@ def put(folder, **content):
 
 
 def own(folder, **changes):
-    """A folder as `load_sentences` expects it, with the named files changed."""
+    """Write a folder as `load_sentences` expects it, with the named files changed."""
     whole = {
         "train_de": "ein hund\nein mann\n", "train_en": "a dog\na man\n",
         "dev_de": "ein hund\n", "dev_en": "a dog\n",
@@ -107,7 +106,7 @@ def loaded(folder, **options):
     return load_sentences(CPU, str(folder), "de", "en", **options)
 
 
-def test_lines_are_parted_by_newlines_alone(tmp_path):
+def test_lines_are_split_at_newlines_only(tmp_path):
     put(tmp_path, a="eins\r\nz\u2028wei\x85 \u00a0drei\n\nvier")
     assert read_lines(tmp_path / "a") == ["eins", "z\u2028wei\x85 \u00a0drei", "", "vier"]
     (tmp_path / "b.gz").write_bytes(gzip.compress("\ufeffüber\n".encode()))
@@ -119,37 +118,37 @@ def test_lines_are_parted_by_newlines_alone(tmp_path):
     [
         ({"train_en": "a dog\n"}, ["train.de has 2 lines", "train.en has 1", "train.de, line 2"]),
         ({"dev_de": "ein\nmann\n"}, ["dev.de has 2", "dev.de, line 2"]),
-        ({"test_en": ""}, ["test.en is empty", "a sentence a line"]),
+        ({"test_en": ""}, ["test.en is empty", "expected one sentence per line"]),
         ({"test_en": "\n\n"}, ["test.en is empty"]),
         ({"train_de": "ein hund\nein m\xe4nn\n".encode("latin-1")},
          ["train.de, line 2", "0xe4", "not UTF-8"]),
         ({"train_de": "ein hund\n".encode("utf-16")}, ["train.de, line 1", "not UTF-8"]),
-        ({"train_de": "ein hund\n\n", "train_en": "\na man\n"}, ["train.de and", "no line"]),
-        ({"test_de": "ein hund\n\n", "test_en": "\na man\n"}, ["test.de and", "no line"]),
+        ({"train_de": "ein hund\n\n", "train_en": "\na man\n"}, ["train.de and", "no pair of non"]),
+        ({"test_de": "ein hund\n\n", "test_en": "\na man\n"}, ["test.de and", "no pair of non"]),
         ({"vocab_de": "<unk>\n<s>\n</s>\nein\n", "vocab_en": "a\n<unk>\n<s>\n</s>\n"},
          ["vocab.en, line 1 is 'a'", "<unk> <s> </s>"]),
         ({"vocab_de": "<s>\n</s>\n", "vocab_en": "a\n"}, ["vocab.de, line 1 is '<s>'"]),
         ({"vocab_de": "<unk>\n<s>", "vocab_en": "a\n"}, ["vocab.de, line 3 is nothing"]),
-        ({"vocab_de": "<unk>\n<s>\n</s>\nein\nein\n"}, ["vocab.de, line 5", "in line 4 already"]),
+        ({"vocab_de": "<unk>\n<s>\n</s>\nein\nein\n"}, ["vocab.de, line 5", "already in line 4"]),
         ({"vocab_de": "<unk>\n<s>\n</s>\n"}, ["vocab.en is missing"]),
     ],
 )  # fmt: skip
-def test_bad_files_are_named_with_the_line_and_the_cure(tmp_path, changes, words):
+def test_invalid_files_are_reported_with_line_and_fix(tmp_path, changes, words):
     with pytest.raises(DataError) as refusal:
         loaded(own(tmp_path / "x", **changes))
     message = one_line(refusal)
     assert all(word in message for word in words), message
 
 
-def test_a_missing_or_spoilt_file_is_named(tmp_path):
+def test_a_missing_or_truncated_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"train\.de is missing"):
         loaded(tmp_path)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"some text" * 50)[:-9])
-    with pytest.raises(DataError, match=r"a\.gz is cut short"):
+    with pytest.raises(DataError, match=r"a\.gz is truncated"):
         read_lines(tmp_path / "a.gz")
 
 
-def test_a_bad_file_stops_a_run_in_one_line(tmp_path):
+def test_an_invalid_file_stops_a_run_before_it_starts(tmp_path):
     own(tmp_path / "x", dev_en="a dog\nmore\n")
     words = [
         "data._target_=experiments.data.translation.load_sentences",
@@ -161,7 +160,7 @@ def test_a_bad_file_stops_a_run_in_one_line(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_files_that_differ_in_length_say_where(tmp_path):
+def test_files_of_different_length_raise_with_the_line(tmp_path):
     put(tmp_path, a="1\n2\n3\n", b="1\n2\n3\n4\n")
     with pytest.raises(DataError, match=r"b, line 4 has no translation"):
         read_pairs(tmp_path / "a", tmp_path / "b")
@@ -170,7 +169,7 @@ def test_files_that_differ_in_length_say_where(tmp_path):
 # Words
 
 
-def test_the_most_frequent_words_have_numbers_and_others_are_unknown():
+def test_the_most_frequent_words_are_encoded_and_others_are_unknown():
     vocabulary = Vocabulary.of_text(["b a", "a c b", "a"], size=5)
     assert vocabulary.words == ("<unk>", "<s>", "</s>", "a", "b")
     assert vocabulary.encode("a x  c b ") == [3, UNKNOWN, UNKNOWN, 4]
@@ -178,16 +177,16 @@ def test_the_most_frequent_words_have_numbers_and_others_are_unknown():
     assert len(Vocabulary.of_text(["b a"])) == 5
 
 
-def test_a_vocabulary_has_room_for_the_marks():
-    with pytest.raises(ConfigError, match=r"task\.data\.words=3 is refused"):
+def test_a_vocabulary_needs_room_for_special_tokens():
+    with pytest.raises(ConfigError, match=r"task\.data\.words=3 is invalid"):
         task_of("data.words=3")
 
 
-def test_marks_in_a_text_are_no_new_words():
+def test_special_tokens_in_a_text_are_not_new_words():
     assert Vocabulary.of_text(["<unk> a </s>"]).words == ("<unk>", "<s>", "</s>", "a")
 
 
-def test_vocabularies_of_files_are_used_unless_a_number_is_asked_for(tmp_path):
+def test_vocabulary_files_are_used_unless_words_is_set(tmp_path):
     folder = own(tmp_path / "x", vocab_de="<unk>\n<s>\n</s>\nmann\n", vocab_en="<unk>\n<s>\n</s>\n")
     corpus = loaded(folder)
     assert corpus.source.words[3:] == ("mann",) and len(corpus.target) == 3
@@ -196,16 +195,16 @@ def test_vocabularies_of_files_are_used_unless_a_number_is_asked_for(tmp_path):
     assert len(loaded(own(tmp_path / "y")).source) == 6
 
 
-def test_training_sentences_are_cut_at_the_limit_and_others_are_not(tmp_path):
+def test_only_training_sentences_are_truncated(tmp_path):
     long = " ".join(f"w{i}" for i in range(60)) + "\n"
     corpus = loaded(own(tmp_path / "x", train_de=2 * long, test_de=long))
     assert corpus.train.source.lengths.tolist() == [50, 50]
-    assert corpus.train.target.lengths.tolist() == [4, 4]  # with the marks
+    assert corpus.train.target.lengths.tolist() == [4, 4]  # with START and END
     assert corpus.test.source.lengths.tolist() == [60]
     assert loaded(tmp_path / "x", longest=1).train.target.tokens.tolist() == [[1, 3, 2]] * 2
 
 
-def test_empty_lines_are_no_training_pairs_and_are_translated_by_empty_ones(tmp_path):
+def test_empty_lines_are_not_trained_on_and_have_empty_translations(tmp_path):
     changes = {
         "train_de": "ein hund\n\nein mann\n  \n", "train_en": "a dog\nx\n\n\n",
         "test_de": "\nein hund\n\n", "test_en": "x\na dog\n\n",
@@ -221,7 +220,7 @@ def test_empty_lines_are_no_training_pairs_and_are_translated_by_empty_ones(tmp_
     assert 0 <= task.evaluate()["test_bleu"] <= 100
 
 
-def test_pairs_stand_between_marks_and_are_filled_up_with_the_end():
+def test_targets_have_start_and_end_and_are_padded_with_end():
     source, target = Vocabulary.of_text(["a b c"]), Vocabulary.of_text(["x y"])
     pairs = Pairs.of([("a b c", "x"), ("b", "y x")], source, target, CPU)
     assert pairs.source.tokens.tolist() == [[3, 4, 5], [4, END, END]]
@@ -230,7 +229,7 @@ def test_pairs_stand_between_marks_and_are_filled_up_with_the_end():
     assert pairs.source[torch.tensor([1])].tokens.tolist() == [[4]]
 
 
-def test_limits_choose_the_first_pairs(tmp_path):
+def test_limits_select_the_first_pairs(tmp_path):
     corpus = loaded(own(tmp_path / "x"), limit=1)
     assert corpus.train.references == ["a dog"] and len(corpus.target) == 5
     made = generate_sentences(CPU, limit=30, test_limit=7)
@@ -240,15 +239,15 @@ def test_limits_choose_the_first_pairs(tmp_path):
 # The sets
 
 
-def at_hand(*sets):
-    return any(len(files.search(each)) == len(each.checksums) for each in sets)
+def available(*sets):
+    return any(len(files.search_folders(each)) == len(each.checksums) for each in sets)
 
 
 @pytest.mark.skipif(
-    not at_hand(translation.MULTI30K, translation.MULTI30K_PACKED),
-    reason="Multi30k is in no folder that ADASHIFT_DATA names",
+    not available(translation.MULTI30K, translation.MULTI30K_PACKED),
+    reason="Multi30k is in no folder of ADASHIFT_DATA",
 )
-def test_multi30k_is_whole():
+def test_full_multi30k():
     corpus = load_multi30k(CPU, words=4000)
     counts = [len(part) for part in (corpus.train, corpus.dev, corpus.test)]
     assert counts == [29_000, 1_014, 1_000]
@@ -260,8 +259,8 @@ def test_multi30k_is_whole():
     assert 0.03 < unknown < 0.1
 
 
-def test_iwslt15_is_read_as_it_is_published(tmp_path, monkeypatch):
-    """The official names and vocabularies; the text and its checksums are others."""
+def test_iwslt15_is_read_in_its_published_layout(tmp_path, monkeypatch):
+    """With official names and vocabularies, but other text and checksums."""
     texts = {
         "train.vi": "xin chào\nvâng\n", "train.en": "hello\nyes\n", "tst2012.vi": "vâng\n",
         "tst2012.en": "yes\n", "tst2013.vi": "chào\n", "tst2013.en": "hello\n",
@@ -278,25 +277,25 @@ def test_iwslt15_is_read_as_it_is_published(tmp_path, monkeypatch):
     assert texts.keys() == translation.IWSLT15.checksums.keys()
 
 
-IWSLT15_TESTS = [
-    Path(folder) / "iwslt15" / f"{name}.{language}"
-    for folder in files.folders()
-    for name, language in product(("tst2012", "tst2013"), ("vi", "en"))
-]
+def iwslt15_tests(folder):
+    names = product(("tst2012", "tst2013"), ("vi", "en"))
+    return [folder / "iwslt15" / f"{name}.{language}" for name, language in names]
+
+
+FOLDERS = [f for f in files.data_folders() if all(path.exists() for path in iwslt15_tests(f))]
 
 
 @pytest.mark.skipif(
-    not all(path.exists() for path in IWSLT15_TESTS),
-    reason="tst2012 and tst2013 of IWSLT'15 are not in every folder that ADASHIFT_DATA names",
+    not FOLDERS, reason="tst2012 and tst2013 of IWSLT'15 are in no folder that ADASHIFT_DATA names"
 )
-def test_the_official_files_at_hand_have_the_published_checksums_and_fit_each_other():
-    known = translation.IWSLT15.checksums
-    assert [files.differs(path, known[path.name]) for path in IWSLT15_TESTS] == [""] * 4
-    assert len(read_pairs(*IWSLT15_TESTS[:2])) == 1_553
-    assert len(read_pairs(*IWSLT15_TESTS[2:])) == 1_268
+def test_available_iwslt15_files_have_the_published_checksums():
+    known, paths = translation.IWSLT15.checksums, iwslt15_tests(FOLDERS[0])
+    assert [files.differs(path, known[path.name]) for path in paths] == [""] * 4
+    assert len(read_pairs(*paths[:2])) == 1_553
+    assert len(read_pairs(*paths[2:])) == 1_268
 
 
-def test_what_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_sets_are_reported_with_their_source(tmp_path, monkeypatch):
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
     for make, words in (
@@ -327,7 +326,7 @@ def epoch(batches):
     return list(islice(batches, batches.per_epoch))
 
 
-def test_an_epoch_has_every_pair_once_and_a_batch_pairs_of_one_bucket():
+def test_an_epoch_has_every_pair_once_and_batches_have_one_bucket():
     batches = buckets(LENGTHS, 8)
     for _ in range(2):
         rows = epoch(batches)
@@ -339,7 +338,7 @@ def test_an_epoch_has_every_pair_once_and_a_batch_pairs_of_one_bucket():
     assert sum(full) == 27 // 8 + 3 * (30 // 8) + 33 // 8 and len(full) - sum(full) == 5
 
 
-def test_the_order_is_the_seeds_and_new_in_every_epoch():
+def test_the_order_depends_on_the_seed_and_changes_every_epoch():
     first, again, other = (torch.cat(epoch(buckets(LENGTHS, 8, s))) for s in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     batches = buckets(LENGTHS, 8)
@@ -347,7 +346,7 @@ def test_the_order_is_the_seeds_and_new_in_every_epoch():
 
 
 @pytest.mark.parametrize("spent", [0, 7, 21, 30])
-def test_batches_go_on_where_they_were(spent):
+def test_batches_resume_in_the_middle_of_an_epoch(spent):
     whole, rest = buckets(LENGTHS, 8), buckets(LENGTHS, 8, seed=5)
     list(islice(whole, spent))
     rest.load_state_dict(whole.state_dict())
@@ -355,14 +354,14 @@ def test_batches_go_on_where_they_were(spent):
         assert torch.equal(a, b)
 
 
-def test_a_batch_larger_than_the_set_is_the_set():
+def test_a_batch_is_at_most_the_full_set():
     assert sorted(epoch(buckets([3, 4, 5], 64))[0].tolist()) == [0, 1, 2]
 
 
 # The network
 
 
-def test_paper_scale_is_the_network_of_the_tutorial():
+def test_paper_scale_has_the_network_of_the_tutorial():
     """vocab.vi has 7,709 words and vocab.en 17,191."""
     node = config_of("scale=paper").task["model"] | {"source_words": 7709, "target_words": 17191}
     net = build(node, "model")()
@@ -378,7 +377,7 @@ def test_paper_scale_is_the_network_of_the_tutorial():
     assert (node["dropout"], node["init"]) == (0.2, 0.1)
 
 
-def test_weights_start_uniform_biases_at_zero_and_forget_gates_at_one():
+def test_initial_weights_are_uniform_biases_zero_and_forget_gates_one():
     net = net_of(units=32, init=0.1)
     for name, p in net.named_parameters():
         if p.dim() == 2:
@@ -389,7 +388,7 @@ def test_weights_start_uniform_biases_at_zero_and_forget_gates_at_one():
 
 
 def slowly(net, source, words):
-    """One sentence, word by word, by torch's own cells and the tutorial's equations."""
+    """Compute one sentence, word by word, with torch's cells and the tutorial's equations."""
 
     def cell_of(ours):
         cell = nn.LSTMCell(ours.inputs, net.units)
@@ -422,7 +421,7 @@ def slowly(net, source, words):
 
 
 @pytest.mark.parametrize("tanh", [True, False])
-def test_the_network_is_the_tutorials_and_sentences_of_a_batch_do_not_meet(tanh):
+def test_the_network_matches_the_tutorials_equations_sentence_by_sentence(tanh):
     net = net_of(tanh=tanh)
     net.scale.data.fill_(1.7)
     source, words = sentences(4, 1, 7, 3), torch.randint(9, (4, 5))
@@ -433,7 +432,7 @@ def test_the_network_is_the_tutorials_and_sentences_of_a_batch_do_not_meet(tanh)
         torch.testing.assert_close(vectors[:, row], alone, atol=2e-6, rtol=1e-5)
 
 
-def test_what_fills_up_a_batch_changes_nothing():
+def test_padding_changes_nothing():
     net, source, words = net_of(), sentences(4, 2), torch.randint(9, (2, 5))
     other = source.tokens.clone()
     other[1, 2:] = 7
@@ -443,7 +442,7 @@ def test_what_fills_up_a_batch_changes_nothing():
     torch.testing.assert_close(outputs[0], outputs[2])
 
 
-def test_word_by_word_gives_what_all_words_at_once_give():
+def test_word_by_word_equals_all_words_at_once():
     net, source, words = net_of(), sentences(4, 2, 6), torch.randint(9, (3, 5))
     state = net.encode(source.tokens, source.lengths)
     at_once = net.output(net(source.tokens, source.lengths, words)).log_softmax(-1)
@@ -453,7 +452,7 @@ def test_word_by_word_gives_what_all_words_at_once_give():
         torch.testing.assert_close(scores[:, 0], at_once[time])
 
 
-def test_beams_of_a_sentence_do_not_meet_and_are_selected_with_it():
+def test_beams_are_independent_and_can_be_selected():
     net, source = net_of(), sentences(4, 2, 6)
     state = net.encode(source.tokens, source.lengths)
     _, state = net.advance(torch.full((3, 1), START), state)
@@ -467,7 +466,7 @@ def test_beams_of_a_sentence_do_not_meet_and_are_selected_with_it():
             torch.testing.assert_close(scores[row, beam], alone[0, 0])
 
 
-def test_dropout_is_in_training_alone():
+def test_dropout_is_active_only_in_training():
     net, source, words = net_of(dropout=0.5), sentences(4, 2), torch.randint(9, (2, 5))
     assert not torch.equal(*(net(source.tokens, source.lengths, words) for _ in range(2)))
     net.eval()
@@ -485,11 +484,11 @@ def found(net, source, width, limits=None):
     net.eval()
     state = net.encode(source.tokens, source.lengths)
     limits = 2 * source.lengths if limits is None else limits
-    return search(net.advance, state, limits, width, START, END)
+    return beam_search(net.advance, state, limits, width, START, END)
 
 
 def score_of(net, source, words):
-    """The log-probability of a sentence by teacher forcing."""
+    """Return the log-probability of a sentence by teacher forcing."""
     given = torch.tensor([[START, *words[:-1]]])
     with torch.no_grad():
         scores = net.output(net(source.tokens, source.lengths, given)).log_softmax(-1)[:, 0]
@@ -497,7 +496,7 @@ def score_of(net, source, words):
 
 
 def greedily(net, source, limit):
-    """The likeliest word, again and again, all of it anew for each word."""
+    """Return the most likely words one by one, recomputing the prefix for each."""
     words = []
     while len(words) < limit and END not in words:
         given = torch.tensor([[START, *words]])
@@ -521,7 +520,7 @@ def test_one_beam_is_greedy_and_ten_are_better():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_beams_enough_for_all_sentences_find_the_likeliest(seed):
+def test_enough_beams_find_the_most_likely_sentence(seed):
     net = net_of(seed, target_words=4, init=1.5)
     net.eval()
     source = sentences(2, 3)
@@ -542,14 +541,14 @@ def test_beams_enough_for_all_sentences_find_the_likeliest(seed):
 
 
 class Chain(SimpleNamespace):
-    """A language in which the last word decides what comes next, the same in every sentence."""
+    """A language in which the next word depends only on the last one."""
 
     def select(self, sentences, beams):
         return self
 
 
-def test_a_better_sentence_behind_a_worse_word_is_found_by_two_beams():
-    """a (0.6) is followed by two words of 0.5; b (0.4) by the end for certain."""
+def test_two_beams_find_a_better_sentence_that_starts_with_a_worse_word():
+    """a (0.6) is followed by two words of 0.5; b (0.4) only by the end."""
     table = torch.full((6, 6), -torch.inf)
     start, a, b, x = START, 3, 4, 5
     table[start, [a, b]] = torch.tensor([0.6, 0.4]).log()
@@ -560,19 +559,19 @@ def test_a_better_sentence_behind_a_worse_word_is_found_by_two_beams():
         return table[words], state
 
     limits = torch.tensor([5, 5])
-    one, two = (search(advance, Chain(), limits, width, START, END)[0] for width in (1, 2))
+    one, two = (beam_search(advance, Chain(), limits, width, START, END)[0] for width in (1, 2))
     assert one.words[0] == a and one.score == pytest.approx(math.log(0.3))
     assert two.words == [b, END] and two.score == pytest.approx(math.log(0.4))
 
 
-def test_sentences_end_at_their_own_limits():
+def test_each_sentence_has_its_own_length_limit():
     limits = [1, 4, 2]
     lines = found(net_of(), sentences(1, 5, 3), 3, torch.tensor(limits))
     for each, limit in zip(lines, limits, strict=True):
         assert len(each.words) == limit or (len(each.words) < limit and each.words[-1] == END)
 
 
-def test_a_translation_does_not_depend_on_the_sentences_beside_it():
+def test_a_translation_does_not_depend_on_the_rest_of_the_batch():
     net, source = net_of(), sentences(*range(1, 8))
     together = found(net, source, 4)
     for row in range(7):
@@ -587,14 +586,14 @@ def test_a_translation_does_not_depend_on_the_sentences_beside_it():
 def test_bleu_of_known_strings():
     assert bleu(["a b c d e"], ["a b c d e"]) == pytest.approx(100)
     assert bleu(["a b c d"], ["w x y z"]) == 0
-    # 4/5, 3/4, 2/3, 1/2 of the words, pairs, triples, fours are right: (1/5)^(1/4)
+    # n-gram precisions for n = 1 to 4 are 4/5, 3/4, 2/3, 1/2: (1/5)^(1/4)
     assert bleu(["a b c d x"], ["a b c d e"]) == pytest.approx(100 * 0.2**0.25)
-    # all is right and 2 of 6 words are missing: exp(1 - 6/4)
+    # all words match and 2 of 6 are missing: exp(1 - 6/4)
     assert bleu(["a b c d"], ["a b c d e f"]) == pytest.approx(100 * 0.60653066)
 
 
-def test_bleu_takes_words_as_they_stand_and_smooths_nothing():
-    assert bleu(["it 's A test ."], ["it 's a test ."]) == 0  # no four words in a row
+def test_bleu_neither_tokenizes_nor_smooths():
+    assert bleu(["it 's A test ."], ["it 's a test ."]) == 0  # no common 4-gram
     assert bleu(["a b c", "a b c d e"], ["a b c", "a b c d e"]) == pytest.approx(100)
     assert bleu(["", "a b c d"], ["", "a b c d"]) == pytest.approx(100)
     assert bleu([""], ["a b"]) == 0
@@ -603,7 +602,7 @@ def test_bleu_takes_words_as_they_stand_and_smooths_nothing():
 # Steps
 
 
-def test_gradients_are_cut_down_to_a_common_norm():
+def test_gradients_are_clipped_by_their_common_norm():
     start = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
 
     def moved(clip):
@@ -628,7 +627,7 @@ def test_training_clips_at_the_released_norm():
     assert (weights(task) - before).norm() == pytest.approx(0.001, rel=1e-3)
 
 
-def test_the_rate_is_halved_where_the_released_code_halves_it():
+def test_the_rate_is_halved_where_the_released_code_halves():
     schedule = build(config_of("scale=paper").schedule, "schedule")
     rates = [schedule(step / 30_000) for step in range(30_000)]
     expected = [0.5 ** max(0, (step - 8_000) // 1_000) for step in range(30_000)]
@@ -636,7 +635,7 @@ def test_the_rate_is_halved_where_the_released_code_halves_it():
     assert rates[8_999] == 1 and rates[9_000] == 0.5 and rates[-1] == 2.0**-21
 
 
-def test_halvings_of_a_shorter_training_are_at_the_same_parts():
+def test_halvings_scale_with_the_length_of_training():
     assert [halvings(x, start=10, every=5, of=20) for x in (0.5, 0.74, 0.76, 1)] == [
         1,
         1,
@@ -650,15 +649,15 @@ def test_halvings_of_a_shorter_training_are_at_the_same_parts():
 # Training
 
 
-def small_task(corpus, units=16, beam=2, looks=None):
+def small_task(corpus, units=16, beam=2, bleu_sentences=None):
     def model(**words):
         return Translator(units=units, dropout=0.0, init=0.1, tanh=True, **words)
 
     trainer = TranslationTrainer(batch=16, buckets=5, clip=5.0)
-    return Translation(lambda device: corpus, model, trainer, beam, looks, 0, CPU)
+    return Translation(lambda device: corpus, model, trainer, beam, bleu_sentences, 0, CPU)
 
 
-def test_the_loss_is_the_sum_over_words_and_the_mean_over_sentences():
+def test_the_loss_is_summed_over_words_and_averaged_over_sentences():
     task = task_of("model.dropout=0")
     rows = torch.tensor([5, 17, 3])
     parts = [task.loss(row[None]) for row in rows]
@@ -671,7 +670,7 @@ def test_the_loss_is_the_sum_over_words_and_the_mean_over_sentences():
     assert words[0] == START and words[-1] == END
 
 
-def test_an_untrained_network_guesses_and_every_parameter_has_a_gradient():
+def test_an_untrained_network_is_at_chance_and_every_parameter_has_a_gradient():
     task = task_of("model.init=0.001", "model.dropout=0")
     chance = math.log(len(task.data.target))
     assert task.evaluate()["dev_loss"] == pytest.approx(chance, rel=1e-2)
@@ -679,7 +678,7 @@ def test_an_untrained_network_guesses_and_every_parameter_has_a_gradient():
     assert all(p.grad is not None and not p.grad.is_sparse for p in task.net.parameters())
 
 
-def test_a_handful_of_sentences_is_learned_by_heart():
+def test_a_few_sentences_are_memorized():
     corpus = generate_sentences(CPU, limit=8)
     same = translation.Corpus(
         corpus.train, corpus.train, corpus.train, corpus.source, corpus.target
@@ -691,7 +690,7 @@ def test_a_handful_of_sentences_is_learned_by_heart():
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adam", 0.02), ("adashift", 0.02)])
-def test_the_same_seed_gives_the_same_record_and_translations_are_kept(tmp_path, optimizer, lr):
+def test_the_same_seed_gives_the_same_record_and_translations(tmp_path, optimizer, lr):
     words, kept = [f"optimizer={optimizer}", f"optimizer.lr={lr}", "steps=20", "log_every=10"], []
     for name in "ab":
         run = Run(config_of(*words, f"results={tmp_path / name}"))
@@ -703,10 +702,10 @@ def test_the_same_seed_gives_the_same_record_and_translations_are_kept(tmp_path,
     metrics = run.metrics()
     assert {"dev_bleu", "test_bleu", "dev_loss", "translator/loss"} < set(metrics)
     assert metrics["translator/loss"].iloc[-1] < metrics["translator/loss"].iloc[0]
-    assert metrics["test_beam_gain"].notna().tolist() == [False, True]  # at the end alone
+    assert metrics["test_beam_gain"].notna().tolist() == [False, True]  # only at the end
 
 
-def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
+def test_evaluation_uses_some_sentences_and_all_at_the_end():
     task, seen = task_of("task.bleu_sentences=3", "task.beam=1"), []
     plain = task.translate
     task.translate = lambda pairs, rows, width: seen.append(len(rows)) or plain(pairs, rows, width)
@@ -716,15 +715,15 @@ def test_some_sentences_are_looked_at_on_the_way_and_all_at_the_end():
     assert seen == [3, 3, 10, 10, 10, "dev.translated.txt", "test.translated.txt"]
 
 
-def test_what_a_translation_is_compared_with(tmp_path):
+def test_reference_scores(tmp_path):
     own(tmp_path / "x")
     words = [
         "data._target_=experiments.data.translation.load_sentences",
         f"+data.path={tmp_path}/x",
     ]
     task = task_of(*words, "+data.source=de", "+data.target=en")
-    beams = task.judge(None)["test_score"]
-    found = task.yardsticks(beams)
+    beams = task.scores(None)["test_score"]
+    found = task.reference_scores(beams)
     task.net.eval()
     _, greedy = task.translate(task.data.test, torch.arange(len(task.data.test)), width=1)
     assert found["test_beam_gain"] == pytest.approx(beams - greedy) and greedy < 0
@@ -736,10 +735,10 @@ def test_what_a_translation_is_compared_with(tmp_path):
     assert found["test_copy_bleu"] == bleu(known, test)
 
 
-def test_sentences_to_be_learned_by_heart_are_those_to_be_judged_by():
-    files = translation.search(translation.MULTI30K_PACKED)
+def test_load_by_heart_trains_and_tests_on_the_same_sentences():
+    files = translation.search_folders(translation.MULTI30K_PACKED)
     if len(files) < 6:
-        pytest.skip("Multi30k is not at hand")
+        pytest.skip("Multi30k is in no folder of ADASHIFT_DATA")
     corpus = translation.load_by_heart(torch.device("cpu"), limit=5)
     assert corpus.train.references == corpus.dev.references == corpus.test.references
     assert (
@@ -748,14 +747,14 @@ def test_sentences_to_be_learned_by_heart_are_those_to_be_judged_by():
     )
 
 
-def test_evaluation_is_a_look_and_no_step():
+def test_evaluation_changes_nothing():
     task = task_of()
     before = weights(task)
     assert task.evaluate() == task.evaluate()
     assert task.net.training and torch.equal(before, weights(task))
 
 
-def test_seeds_decide_start_and_order():
+def test_the_seed_determines_start_and_order():
     first, again, other = (task_of(seed=seed) for seed in (0, 0, 1))
     assert torch.equal(weights(first), weights(again))
     assert not torch.equal(weights(first), weights(other))
@@ -763,7 +762,7 @@ def test_seeds_decide_start_and_order():
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
 
 
-def test_training_that_is_resumed_goes_on_to_the_bit():
+def test_resuming_is_bit_identical():
     whole, cut, rest = (task_of("model.dropout=0") for _ in range(3))
     options = {"lr": 0.01, "n": 3}
     learn(whole, AdaShift(whole.net.parameters(), **options), 12)
@@ -781,8 +780,8 @@ def test_training_that_is_resumed_goes_on_to_the_bit():
     assert torch.equal(weights(whole), weights(rest))
 
 
-def test_pairs_of_ones_own(tmp_path):
-    """As the README says it."""
+def test_own_sentences(tmp_path):
+    """Run the example of the documentation."""
     own(tmp_path / "x")
     words = [
         "data._target_=experiments.data.translation.load_sentences",

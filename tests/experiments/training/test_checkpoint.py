@@ -1,4 +1,4 @@
-"""What a training leaves when it is killed, and how it goes on."""
+"""Checkpoints, locks and signals: a killed or interrupted training resumes with the same record."""
 
 import json
 import os
@@ -17,17 +17,18 @@ from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.records.files import is_locked, locked
 from experiments.records.record import read_info
+from experiments.records.status import Status
 from experiments.training import signals
 from experiments.training.checkpoint import NAME, Checkpoint
 from experiments.training.execute import checkpoint_of, execute, no_tags
-from experiments.training.pool import one_by_one
+from experiments.training.pool import in_pool
 from tests.experiments.killing import Killed, die_after, run_of
 
 CPU = torch.device("cpu")
 EXPERIMENTS = {
     "mnist_lr": [],
-    "mnist_correlation": [],
-    "mnist_net_update": [],
+    "mnist_correlation": ["task.hidden=[8,8]"],
+    "mnist_net_update": ["task.hidden=[8,8]"],
     "resnet_cifar10": [],
     "densenet_cifar10": ["model.dropout=0.2"],
     "wgan_critic": ["task.objective={_target_:experiments.tasks.gan.MaxGP,weight:0.1}"],
@@ -39,7 +40,7 @@ EXPERIMENTS = {
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_killed_run_goes_on_to_the_same_record(experiment, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_record(experiment, tmp_path, monkeypatch):
     whole = run_of(tmp_path / "whole", experiment, *EXPERIMENTS[experiment])
     assert execute(whole) == "finished"
     run = run_of(tmp_path / "killed", experiment, *EXPERIMENTS[experiment], "checkpoint_every=0")
@@ -48,13 +49,13 @@ def test_a_killed_run_goes_on_to_the_same_record(experiment, tmp_path, monkeypat
         with monkeypatch.context() as patched, pytest.raises(Killed):
             die_after(patched, saves)
             execute(run)
-            raise Killed  # one that keeps no checkpoints
+            raise Killed  # an experiment without checkpoints
     torch.manual_seed(99)  # another process has other random numbers
     assert execute(run) == "finished"
     assert record_of(run) == record_of(whole)
 
 
-def test_a_run_that_goes_on_does_not_start_again(tmp_path, monkeypatch):
+def test_a_run_that_resumes_does_not_repeat_steps(tmp_path, monkeypatch):
     run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0", "steps=30")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 19)
@@ -67,7 +68,7 @@ def test_a_run_that_goes_on_does_not_start_again(tmp_path, monkeypatch):
     assert not (run.folder / NAME).exists()
 
 
-def test_time_is_that_of_all_processes(tmp_path, monkeypatch):
+def test_seconds_include_those_before_resuming(tmp_path, monkeypatch):
     run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 2)
@@ -86,12 +87,12 @@ def test_force_starts_again(tmp_path, monkeypatch):
         die_after(patched, 2)
         execute(run)
     checkpoint_of(run, CPU).save({"not": "a state"})
-    with pytest.raises(ConfigError, match=r"does not fit \(KeyError: 'done'\): force=true starts"):
+    with pytest.raises(ConfigError, match=r"incompatible code \(KeyError: 'done'\): use force"):
         execute(run)
     assert execute(run_of(tmp_path, "mnist_lr", "force=true")) == "finished"
 
 
-# Files that do not fit
+# Files that are invalid
 
 
 @pytest.fixture
@@ -101,10 +102,10 @@ def checkpoint(tmp_path):
     return kept
 
 
-def test_a_state_comes_back(checkpoint):
+def test_a_state_is_loaded_as_saved(checkpoint):
     state = checkpoint.load()
     assert state["x"].tolist() == [0, 1, 2, 3, 4] and state["name"] == "θ"
-    assert not list(checkpoint.path.parent.glob(".*"))  # no draft is left
+    assert not list(checkpoint.path.parent.glob(".*"))  # no draft remains
 
 
 def test_a_state_is_due_after_its_time(tmp_path, monkeypatch):
@@ -126,23 +127,23 @@ def relabel(path, **changes):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda p: p.write_bytes(p.read_bytes()[:-7]), "cut short or damaged"),
-        (lambda p: p.write_bytes(p.read_bytes()[:20]), "no checkpoint of this project"),
-        (lambda p: p.write_bytes(b""), "no checkpoint of this project"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-7]), "truncated or damaged"),
+        (lambda p: p.write_bytes(p.read_bytes()[:20]), "not a checkpoint of this project"),
+        (lambda p: p.write_bytes(b""), "not a checkpoint of this project"),
         (lambda p: p.write_bytes(p.read_bytes().replace(b"\x00\x00", b"\x00\x01", 1)), "damaged"),
-        (lambda p: relabel(p, of="two"), "of another run, two"),
+        (lambda p: relabel(p, of="two"), "belongs to another run, two"),
         (lambda p: relabel(p, format="AdaShift checkpoint 0"), "another version"),
-        (lambda p: torch.save({"x": 1}, p), "no checkpoint of this project"),
+        (lambda p: torch.save({"x": 1}, p), "not a checkpoint of this project"),
     ],
 )
-def test_what_does_not_fit_is_passed_over_with_a_reason(checkpoint, spoil, reason, capsys):
+def test_an_invalid_file_is_skipped_with_a_reason(checkpoint, spoil, reason, capsys):
     spoil(checkpoint.path)
     assert checkpoint.load() is None
     line = capsys.readouterr().err
     assert reason in line and line.count("\n") == 1 and str(checkpoint.path) in line
 
 
-def test_a_checkpoint_cannot_run_code(checkpoint, capsys):
+def test_a_checkpoint_cannot_execute_code(checkpoint, capsys):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(checkpoint.path.parent / "evil"),)
@@ -150,34 +151,34 @@ def test_a_checkpoint_cannot_run_code(checkpoint, capsys):
     checkpoint.save({"x": Evil()})
     checkpoint.before.unlink()
     assert checkpoint.load() is None
-    assert "could do harm" in capsys.readouterr().err
+    assert "could execute code" in capsys.readouterr().err
     assert not (checkpoint.path.parent / "evil").exists()
 
 
-def test_the_one_before_is_used_where_the_newest_is_spoilt(checkpoint, capsys):
+def test_the_previous_checkpoint_is_used_if_the_newest_is_damaged(checkpoint, capsys):
     checkpoint.save({"x": 2})
     checkpoint.path.write_bytes(checkpoint.path.read_bytes()[:-7])
     assert checkpoint.load()["name"] == "θ"
-    assert "cut short" in capsys.readouterr().err
+    assert "truncated" in capsys.readouterr().err
     checkpoint.remove()
     assert not list(checkpoint.path.parent.iterdir())
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     whole, run = run_of(tmp_path / "whole", "mnist_lr"), run_of(tmp_path / "killed", "mnist_lr")
     execute(whole)
     run.folder.mkdir(parents=True)
-    (run.folder / ".checkpoint.pt.4321").write_bytes(b"half of it")
+    (run.folder / ".checkpoint.pt.4321").write_bytes(b"incomplete")
     execute(run)
-    checkpoint_of(run, CPU).save({})  # as if it had been killed just before this is removed
+    checkpoint_of(run, CPU).save({})  # as if the process had been killed before it removed this
     execute(run)
     assert record_of(run) == record_of(whole)
 
 
-# Two processes
+# Locks
 
 
-def test_a_lock_is_one_process_at_a_time(tmp_path):
+def test_a_lock_has_one_owner_at_a_time(tmp_path):
     assert not is_locked(tmp_path)
     with locked(tmp_path) as mine:
         assert mine and is_locked(tmp_path)
@@ -186,14 +187,14 @@ def test_a_lock_is_one_process_at_a_time(tmp_path):
     assert not is_locked(tmp_path)
 
 
-def test_a_run_that_is_trained_elsewhere_is_busy(tmp_path):
+def test_a_run_that_another_process_trains_is_running(tmp_path):
     run = run_of(tmp_path, "mnist_lr")
     with locked(run.folder):
-        assert execute(run, wait=False) == "busy"
+        assert execute(run, wait=False) == Status.RUNNING
     assert execute(run, wait=False) == "finished"
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path, monkeypatch):
+def test_a_run_without_a_process_was_killed(tmp_path, monkeypatch):
     run = run_of(tmp_path, "mnist_lr", "checkpoint_every=0")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         die_after(patched, 1)
@@ -221,8 +222,9 @@ def start(tmp_path, *words):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
+def test_a_run_stopped_by_a_signal_resumes(number, tmp_path):
     words = ["steps=3000", "log_every=500"]
     process = start(tmp_path / "cut", *words, "checkpoint_every=0")
     process.send_signal(number)
@@ -232,7 +234,7 @@ def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
         assert process.returncode == -9 and run.status == "killed"
     else:
         assert process.returncode == 128 + number and run.status == "interrupted"
-        assert "stopping after this step" in error and "the same command goes on" in error
+        assert "stopping after this step" in error and "rerun the same command to resume" in error
         assert "Traceback" not in error
     before = checkpoint_of(run, CPU).load()["done"]
     assert 0 < before < 3000
@@ -241,31 +243,30 @@ def test_a_signal_ends_a_run_so_that_it_can_go_on(number, tmp_path):
     assert record_of(run) == record_of(whole)
 
 
-def test_a_second_ctrl_c_leaves_at_once(monkeypatch):
-    asked = signals.Asked()
-    asked(signal.SIGINT, None)
-    assert asked.by == signal.SIGINT
-    asked(signal.SIGTERM, None)
+def test_a_second_ctrl_c_stops_at_once():
+    request = signals.StopRequest()
+    request(signal.SIGINT, None)
+    assert request.received == signal.SIGINT
+    request(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
-        asked(signal.SIGINT, None)
+        request(signal.SIGINT, None)
 
 
 def test_after_a_signal_no_other_run_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals.ASKED, "by", signal.SIGTERM)
+    monkeypatch.setattr(signals.stop_request, "received", signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         execute(run_of(tmp_path, "mnist_lr"))
     assert not any(tmp_path.iterdir())
 
 
-def test_in_a_team_the_first_process_says_when():
-    asked = signals.Asked()
-    asked.follows = True
-    asked(signal.SIGTERM, None)
-    assert asked.by is None
+def test_a_follower_ignores_signals():
+    request = signals.StopRequest()
+    request.ignored = True
+    request(signal.SIGTERM, None)
+    assert request.received is None
 
 
-def test_the_last_runs_of_a_figure_end_with_it(tmp_path, monkeypatch):
-    """Those that are trained one by one, after a worker was killed."""
+def test_workers_stop_with_the_process_that_started_them(tmp_path, monkeypatch):
     run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
 
     def interrupt():
@@ -273,11 +274,11 @@ def test_the_last_runs_of_a_figure_end_with_it(tmp_path, monkeypatch):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(signals.ASKED, "by", None)  # and again None after this test
+    monkeypatch.setattr(signals.stop_request, "received", None)  # and again None after this test
     threading.Thread(target=interrupt, daemon=True).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), signals.answered_at_once():
-        list(one_by_one([run], no_tags))
+        list(in_pool(no_tags, 1, [run]))
     assert time.monotonic() - start < 60 and run.status == "interrupted"
 
 
@@ -313,4 +314,4 @@ if __name__ == "__main__":
             return
         time.sleep(0.05)
     os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker is still there")
+    pytest.fail("the worker is still running")

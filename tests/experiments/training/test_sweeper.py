@@ -1,44 +1,54 @@
-"""`run.py -m`: what is trained, what is not trained again, and what a failure does to the rest."""
+"""`run.py -m`: which runs a sweep has, and how Hydra's launchers train them."""
 
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.products.specs import load_spec
-from experiments.products.status import lines_of
+from experiments.products.status import status_lines
 from experiments.records.files import WriteError, locked
 from experiments.records.record import KILLED
 from experiments.records.run import Run
-from experiments.training.execute import execute
+from experiments.records.status import Status
+from experiments.training.execute import no_tags
+from experiments.training.pool import attempt
+from experiments.training.scheduler import RunOutcome
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 
-class Engine:
-    """A launcher that trains in this process and can be broken."""
+def train_here(words):
+    return attempt(Run(compose(words)), no_tags)
 
-    def __init__(self, train=lambda words: execute(Run(compose(words)), wait=False)):
+
+class Launcher:
+    """Trains in this process, and can be broken: only some errors stay inside their job."""
+
+    def __init__(self, train=train_here):
         self.train, self.batches = train, []
 
     def launch(self, job_overrides, initial_job_idx):
-        self.batches.append([word_of(words, "seed") for words in job_overrides])
+        self.batches.append([value_of(words, "seed") for words in job_overrides])
         return [self.job(words) for words in job_overrides]
 
     def job(self, words):
         ended = JobReturn()
         try:
             ended.return_value, ended.status = self.train(words), JobStatus.COMPLETED
-        except ConfigError as error:
+        except (ConfigError, WriteError) as error:
             ended.return_value, ended.status = error, JobStatus.FAILED
         return ended
 
 
-def word_of(words, key):
+def value_of(words, key):
     return next(word.split("=")[1] for word in reversed(words) if word.startswith(key))
 
 
@@ -46,9 +56,9 @@ def word_of(words, key):
 def sweep(tmp_path):
     words = ["experiment=mnist_lr", "optimizer=adam", "scale=smoke", "tracking=off"]
 
-    def sweep(engine, *more, points=()):
+    def sweep(launcher, *more, points=(), in_turn=False):
         sweeper = ListedSweeper({}, points)
-        sweeper.launcher = engine
+        sweeper.launcher, sweeper.in_turn = launcher, in_turn
         sweeper.sweep([*words, f"results={tmp_path}", *more])
 
     sweep.runs = lambda seeds: [
@@ -57,29 +67,33 @@ def sweep(tmp_path):
     return sweep
 
 
-def test_what_is_there_is_not_launched_again(sweep, capsys):
-    sweep(Engine(), "seed=0,1")
-    engine = Engine()
-    sweep(engine, "seed=0,1,2")
-    assert engine.batches == [["2"]]
-    assert "3 runs, 2 are there already" in capsys.readouterr().out
-    sweep(engine, "seed=0,1,2")
-    assert len(engine.batches) == 1
-    sweep(engine, "seed=0,1", "force=true")
-    assert engine.batches[1:] == [["0", "1"]]
+def begin(run):
+    """Leave what a process leaves that is killed after the run has begun."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "run.json").write_text('{"status": "running"}')
 
 
-def test_points_are_pairs_and_the_command_line_makes_a_product_of_them(sweep):
-    engine = Engine(train=lambda words: shlex.join(words))
-    points = ["optimizer.lr=0.1 optimizer.eps=1", "optimizer.lr=0.2 optimizer.eps=2"]
-    sweep(engine, "seed=0,1", points=points)
-    assert engine.batches == [["0", "1", "0", "1"]]
+def test_finished_runs_are_not_launched_again(sweep, capsys):
+    sweep(Launcher(), "seed=0,1")
+    launcher = Launcher()
+    sweep(launcher, "seed=0,1,2")
+    assert launcher.batches == [["2"]]
+    assert "sweep: 1 runs to train at smoke scale" in (out := capsys.readouterr().out)
+    assert "2 already finished" in out
+    sweep(launcher, "seed=0,1,2")
+    assert len(launcher.batches) == 1
+    sweep(launcher, "seed=0,1", "force=true")
+    assert launcher.batches[1:] == [["0", "1"]]
+
+
+def test_points_are_combined_with_the_values_of_the_command_line(sweep):
     seen = []
-    sweep(Engine(train=lambda words: seen.append(words) or "finished"), "seed=7", points=points)
-    assert [(word_of(w, "optimizer.lr"), word_of(w, "optimizer.eps")) for w in seen] == [
-        ("0.1", "1"),
-        ("0.2", "2"),
-    ]
+    launcher = Launcher(train=lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
+    points = ["optimizer.lr=0.1 optimizer.eps=1", "optimizer.lr=0.2 optimizer.eps=2"]
+    sweep(launcher, "seed=0,1", points=points)
+    assert launcher.batches == [["0", "1", "0", "1"]]
+    pairs = [(value_of(w, "optimizer.lr"), value_of(w, "optimizer.eps")) for w in seen]
+    assert pairs == [("0.1", "1"), ("0.1", "1"), ("0.2", "2"), ("0.2", "2")]
 
 
 def test_the_runs_of_figures_are_a_sweep(tmp_path):
@@ -94,118 +108,169 @@ def test_the_runs_of_figures_are_a_sweep(tmp_path):
     }
     assert {job.run.folder for job in jobs} == wanted
     assert {Run(compose(job.words)).folder for job in jobs[::6]} <= wanted
-    with pytest.raises(ConfigError, match=r"optimizer.lr=1: only"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr=1 cannot be set here"):
         sweeper.jobs([*words, "runs=figure-9", "optimizer.lr=1"])
     with pytest.raises(ConfigError, match="figure 99"):
         sweeper.jobs([*words, "runs=figure-99"])
 
 
-def test_a_slip_stops_a_sweep_before_anything_is_trained(sweep):
-    engine = Engine()
+def test_a_job_has_the_mode_and_the_engine_of_its_sweep(tmp_path, monkeypatch):
+    """Otherwise hydra.launcher.n_jobs=2 on the command line is an unknown key in the job.
+
+    The mode may come from conf/sweep, which is not part of a job.
+    """
+    seen = []
+    launcher = Launcher(lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
+    monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **about: launcher)
+    monkeypatch.setenv("PYTHONPATH", "")
+    choices = {"hydra/launcher": "joblib", "engine": "joblib"}
+    config = OmegaConf.create({"hydra": {"runtime": {"choices": choices}}})
+    sweeper = ListedSweeper({}, [])
+    sweeper.setup(hydra_context=None, task_function=None, config=config)
+    sweeper.sweep(["experiment=mnist_lr", "seed=0", "engine=joblib", f"results={tmp_path}"])
+    assert seen[0][-2:] == ["hydra.mode=MULTIRUN", "engine=joblib"]
+
+
+def test_an_invalid_setting_stops_a_sweep_before_anything_is_trained(sweep):
+    launcher = Launcher()
     with pytest.raises(ConfigError, match=r"optimizer.lr=-1"):
-        sweep(engine, "optimizer.lr=0.1,-1")
-    assert engine.batches == []
+        sweep(launcher, "optimizer.lr=0.1,-1")
+    assert launcher.batches == []
 
 
-def test_a_run_that_fails_does_not_stop_the_others(sweep, capsys):
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_run_that_fails_does_not_stop_the_others(sweep, capsys, in_turn):
     def train(words):
-        if word_of(words, "seed") == "1":
+        if value_of(words, "seed") == "1":
             raise ConfigError("out of\nmemory")
-        return execute(Run(compose(words)))
+        return train_here(words)
 
-    with pytest.raises(ConfigError, match="1 of 3 runs failed, see above"):
-        sweep(Engine(train), "seed=0,1,2")
+    with pytest.raises(ConfigError, match="sweep: 1 of 3 runs failed, see above"):
+        sweep(Launcher(train), "seed=0,1,2", in_turn=in_turn)
     runs = sweep.runs([0, 1, 2])
-    assert [run.status for run in runs] == ["finished", "failed", "finished"]
-    shown = lines_of("sweep", runs)  # though it had not begun
+    assert [run.status for run in runs] == [Status.FINISHED, Status.FAILED, Status.FINISHED]
+    shown = status_lines("sweep", runs)  # although it had not begun
     assert "1 failed of 3 runs" in shown[0] and "memory" in shown[1]
     assert shown[2].strip() == runs[1].command()
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "failed: ConfigError: memory"
-    assert Run(compose(shlex.split(told[1])[2:])).config.seed == 1
-    engine = Engine()
-    sweep(engine, "seed=0,1,2")  # the same sweep tries it again
-    assert engine.batches == [["1"]] and runs[1].status == "finished"
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "failed: memory"
+    assert Run(compose(shlex.split(printed[1])[2:])).config.seed == 1
+    again = Launcher()
+    sweep(again, "seed=0,1,2")  # the same sweep tries the run again
+    assert again.batches == [["1"]] and runs[1].status == Status.FINISHED
 
 
-def test_a_process_that_is_killed_costs_its_own_run_alone(sweep, capsys):
-    """An engine gives up all its jobs then; the one that did it is found by trying each alone."""
+def test_a_killed_process_costs_only_its_own_run(sweep, capsys):
+    """A launcher gives up all its jobs; runs that had begun are trained alone to find the cause."""
 
     def train(words):
-        if word_of(words, "seed") == "1":
-            (run,) = sweep.runs([1])
-            run.folder.mkdir(parents=True, exist_ok=True)
-            (run.folder / "run.json").write_text('{"status": "running"}')
+        if value_of(words, "seed") == "1":
+            begin(*sweep.runs([1]))
             raise ChildProcessError("a worker was killed")
-        return execute(Run(compose(words)))
+        return train_here(words)
 
-    engine = Engine(train)
+    launcher = Launcher(train)
     with pytest.raises(ConfigError, match="1 of 4 runs failed"):
-        sweep(engine, "seed=0,1,2,3")
-    assert engine.batches == [["0", "1", "2", "3"], ["2", "3"], ["1"]]
+        sweep(launcher, "seed=0,1,2,3")
+    assert launcher.batches == [["0", "1", "2", "3"], ["2", "3"], ["1"]]
     states = [run.status for run in sweep.runs(range(4))]
-    assert states == ["finished", "killed", "finished", "finished"]
-    assert f"failed: {KILLED}\n" in capsys.readouterr().err  # whatever the engine calls it
+    assert states == [Status.FINISHED, Status.KILLED, Status.FINISHED, Status.FINISHED]
+    assert f"failed: {KILLED}\n" in capsys.readouterr().err  # whatever the launcher calls it
 
 
-def test_with_force_a_record_from_before_does_not_hide_that_its_run_failed(sweep):
-    sweep(Engine(), "seed=0,1,2")
-    before = {run.folder: run.info["started"] for run in sweep.runs(range(3))}
+def test_a_process_killed_before_its_run_begins_costs_only_its_own_run(sweep, capsys):
+    """For example when the data do not fit into memory."""
 
     def train(words):
-        if word_of(words, "seed") == "1":
+        if value_of(words, "seed") == "0":
             raise ChildProcessError("a worker was killed")
-        return execute(Run(compose(words)))
+        return train_here(words)
 
-    engine = Engine(train)
+    launcher = Launcher(train)
     with pytest.raises(ConfigError, match="1 of 3 runs failed"):
-        sweep(engine, "seed=0,1,2", "force=true")
-    assert engine.batches == [["0", "1", "2"], ["1"], ["2"]] and len(before) == 3
+        sweep(launcher, "seed=0,1,2")
+    assert launcher.batches == [["0", "1", "2"], ["0"], ["1"], ["2"]]
+    states = [run.status for run in sweep.runs(range(3))]
+    assert states == [Status.FAILED, Status.FINISHED, Status.FINISHED]
+    assert "failed: a worker was killed\n" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_as_what_it_is(sweep, capsys):
+def test_with_force_an_earlier_record_does_not_hide_a_failure(sweep):
+    sweep(Launcher(), "seed=0,1,2")
+
     def train(words):
-        (run,) = sweep.runs([0])
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "run.json").write_text('{"status": "running"}')
+        if value_of(words, "seed") == "1":
+            raise ChildProcessError("a worker was killed")
+        return train_here(words)
+
+    launcher = Launcher(train)
+    with pytest.raises(ConfigError, match="1 of 3 runs failed"):
+        sweep(launcher, "seed=0,1,2", "force=true")
+    assert launcher.batches == [["0", "1", "2"], ["1", "2"], ["1"], ["2"]]
+
+
+@pytest.mark.parametrize(("in_turn", "batch"), [(True, ["0"]), (False, ["0", "1"])])
+def test_a_full_disk_stops_a_sweep(sweep, in_turn, batch):
+    def train(words):
+        begin(*sweep.runs([value_of(words, "seed")]))
         raise WriteError("metrics.csv cannot be written (No space left on device)")
 
-    with pytest.raises(ConfigError, match="1 of 1 runs failed"):
-        sweep(Engine(train), "seed=0")
-    assert "No space left on device" in capsys.readouterr().err
+    launcher = Launcher(train)
+    with pytest.raises(WriteError, match="No space left on device"):
+        sweep(launcher, "seed=0,1", in_turn=in_turn)
+    assert launcher.batches == [batch]
 
 
-def test_an_engine_that_does_not_start_is_told(sweep):
+def test_the_error_of_a_launcher_that_does_not_start_is_printed_once(sweep, capsys):
     def train(words):
         raise OSError("sbatch: not found")
 
-    with pytest.raises(ConfigError, match="the engine does not start: sbatch: not found"):
-        sweep(Engine(train), "seed=0,1")
+    with pytest.raises(ConfigError, match="2 of 2 runs failed"):
+        sweep(Launcher(train), "seed=0,1")
+    assert capsys.readouterr().err.count("failed: sbatch: not found") == 1
 
 
-def test_a_run_that_another_process_trains_is_waited_for_last(sweep):
+def test_a_run_that_another_process_trains_comes_last(sweep):
     first, _ = sweep.runs([0, 1])
     elsewhere = locked(first.folder)
     elsewhere.__enter__()
 
     def train(words):
-        end = execute(Run(compose(words)), wait=False)
-        if word_of(words, "seed") == "1":
-            elsewhere.__exit__(None, None, None)  # it was killed there before it was finished
-        return end
+        outcome = train_here(words)
+        if value_of(words, "seed") == "1":
+            elsewhere.__exit__(None, None, None)  # that process was killed before the end
+        return outcome
 
-    engine = Engine(train)
-    sweep(engine, "seed=0,1")
-    assert engine.batches == [["0", "1"], ["0"]]
+    launcher = Launcher(train)
+    sweep(launcher, "seed=0,1")
+    assert launcher.batches == [["0", "1"], ["0"]]
     assert all(run.done for run in sweep.runs([0, 1]))
 
 
-def test_run_py_goes_on_after_a_failure(tmp_path):
+def test_run_py_continues_after_a_failure(tmp_path):
     words = ["experiment=mnist_lr", "optimizer=adashift", "scale=smoke", "tracking=off"]
     words += ["optimizer.n=2", "+optimizer.m=3,1", f"results={tmp_path}"]
     command = [sys.executable, str(ROOT / "run.py"), "-m", *words]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert out.returncode == 1 and "Traceback" not in out.stderr
-    assert "failed: ConfigError: optimizer=adashift is refused" in out.stderr
-    assert out.stderr.endswith("error: 1 of 2 runs failed, see above\n")
+    assert "failed: optimizer=adashift is invalid" in out.stderr
+    assert out.stderr.endswith("error: sweep: 1 of 2 runs failed, see above\n")
     assert len(list(tmp_path.glob("runs/*/*/*/metrics.csv"))) == 1
+
+
+def test_the_sweeper_does_not_import_torch():
+    script = "import sys, hydra_plugins.listed_sweeper; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_stops_run_py_after_the_first_run(sweep, tmp_path):
+    first, second = sweep.runs([0, 1])
+    first.folder.mkdir(parents=True)
+    (first.folder / ".metrics.csv").symlink_to("/dev/full")
+    words = ["experiment=mnist_lr", "optimizer=adam", "scale=smoke", "tracking=off", "seed=0,1"]
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *words, f"results={tmp_path}"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode == 1 and second.status == Status.MISSING
+    assert out.stderr.startswith("error: ") and "No space left" in out.stderr
+    assert out.stderr.count("\n") == 1

@@ -1,0 +1,40 @@
+"""measure(): the loop of a measurement, which records rows and trains nothing."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+import torch
+
+from experiments.progress import progress
+from experiments.records.record import Record
+from experiments.records.status import Status
+from experiments.task import Measurement
+from experiments.training.signals import answered_after_a_step, stop_request
+
+
+def measure(
+    measurement: Measurement,
+    optimizer: torch.optim.Optimizer,
+    record: Record,
+    *,
+    steps: int | None,
+    log_every: int,
+    title: str = "",
+) -> Status:
+    """Compute at most `steps` rows; return FINISHED, DIVERGED or INTERRUPTED.
+
+    Every `log_every`-th row is recorded, and row number `steps`; the step of a row is its number,
+    starting at 1. A recorded row with NaN or inf ends the run as diverged.
+    """
+    rows = islice(measurement.rows(optimizer), steps)
+    with answered_after_a_step(), progress(rows, desc=title, unit="row") as bar:
+        for step, row in enumerate(bar, start=1):
+            if step % log_every == 0 or step == steps:
+                record.log(step, row)
+                if not all(map(math.isfinite, row.values())):
+                    return Status.DIVERGED
+            if stop_request.received and step != steps:
+                return Status.INTERRUPTED
+    return Status.FINISHED
