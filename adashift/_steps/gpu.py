@@ -1,4 +1,7 @@
-"""AdaShift's step on a GPU in two launches: the table that kernel.py reads, and who is in it."""
+"""AdaShift's step on a GPU in two launches: which parameters they take, and the table they read.
+
+The kernels are in kernel.py, which is imported only where they are used: it needs Triton.
+"""
 
 import warnings
 from functools import cache
@@ -14,10 +17,10 @@ from adashift._spatial import PHI
 from adashift._window import is_dense, is_plain, recover_error, total_weight
 
 TILE, LANES, WARPS = 1024, 1024, 8  # elements, and partial results, that a program takes at a time
-DEVICES = ("cuda",)  # the name of ROCm's too
+DEVICES = ("cuda",)  # torch uses this name for ROCm too
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-captured: list[Tensor] = []  # what graphs read: any of them may be replayed until the process ends
+captured: list[Tensor] = []  # what CUDA graphs read; they may be replayed until the process ends
 
 
 # -- which parameters it takes -----------------------------------------------------------------
@@ -32,7 +35,9 @@ def available(device: torch.device) -> bool:
         out = torch.zeros((), dtype=torch.float64, device=device)
         with torch.cuda.device_of(out):
             kernel.write_number[(1,)](0.1, out)
-        return out.item() == 0.1
+        if out.item() != 0.1:
+            raise RuntimeError("this version rounds float64 arguments to float32")
+        return True
     except Exception as error:  # no Triton, no C compiler, an old GPU: they share no other class
         reason = (str(error).splitlines() or ["no reason given"])[0]
         warnings.warn(
@@ -86,8 +91,8 @@ class JobTable:
         from adashift._steps import kernel
 
         values = self.part | self.variant | rule_of(group, self.device)
-        values["gradients"] = self.gradients()
         with torch.cuda.device_of(self.memory):
+            values["gradients"] = self.gradients()
             launch(kernel.step_tiles, len(self.part["tiles"]), values)
             launch(kernel.finish_step, len(self.part["blocks"]), values)
         torch.autograd.graph.increment_version(self.params)
