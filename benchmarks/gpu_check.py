@@ -25,9 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from adashift import AdaShift
 from adashift.reference import AdaShiftReference
-from benchmarks.common import interleave, listed, machine, markdown
+from benchmarks.common import bullet_list, environment, interleave
 from benchmarks.optimizer import Shapes, numel, parameter_lists, state_bytes
 from experiments.config.paths import ROOT
+from experiments.products.markdown import markdown_table
 
 SHAPES = [(), (1,), (1000,), (70_003,), (33, 129), (16, 3, 3, 3)]
 WINDOWS: dict[str, dict[str, Any]] = {"m=1": dict(m=1), "m=3": dict(m=3), "m=inf": dict(m=math.inf)}
@@ -162,10 +163,10 @@ def time_rows(name: str, shapes: Shapes, rounds: int) -> pd.DataFrame:
             {
                 "list": name,
                 "contender": contender,
-                "ms a step": 1e3 * times[contender],
+                "ms per step": 1e3 * times[contender],
                 "÷ Adam fused": times[contender] / times["Adam fused"],
                 "launches": pair[contender].launches(),
-                "state bytes a parameter": state_bytes(pair[contender].optimizer) / numel(shapes),
+                "state bytes per parameter": state_bytes(pair[contender].optimizer) / numel(shapes),
             }
         )
     return pd.DataFrame(rows)
@@ -177,7 +178,7 @@ def time_rows(name: str, shapes: Shapes, rounds: int) -> pd.DataFrame:
 def gpu_facts() -> dict[str, Any]:
     found = torch.cuda.get_device_properties(0)
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return machine() | {
+    return environment() | {
         "GPU": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {runtime}",
         "command": "make gpu-check",
     }
@@ -189,10 +190,11 @@ def page(checks: pd.DataFrame, times: pd.DataFrame, facts: dict[str, Any]) -> st
     worst = checks.assign(share=checks["error"] / checks["tolerance"]).nlargest(3, "share")
     shown = failed if len(failed) else worst[checks.columns]
     intro = "Failed:" if len(failed) else "The three that come closest to their tolerance:"
-    times = times.round({"ms a step": 3, "÷ Adam fused": 2, "state bytes a parameter": 2})
-    parts = ["# AdaShift on a GPU", listed(facts), "## Correctness", verdict, intro]
-    parts += [markdown(shown), "## Time per step", "Median of steps of the two in turn, float32."]
-    return "\n\n".join([*parts, markdown(times)]) + "\n"
+    times = times.round({"ms per step": 3, "÷ Adam fused": 2, "state bytes per parameter": 2})
+    parts = ["# AdaShift on a GPU", bullet_list(facts), "## Correctness", verdict, intro]
+    parts += [markdown_table(shown), "## Time per step"]
+    parts += ["Median; each contender takes turns with Adam fused, float32.", markdown_table(times)]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(words: Sequence[str] | None = None) -> None:

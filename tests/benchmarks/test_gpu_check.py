@@ -26,8 +26,8 @@ def test_checks_pass_on_a_cpu_and_notice_a_wrong_step(monkeypatch):
 def test_page():
     checks = pd.DataFrame({"check": ["a", "b"], "error": [1e-9, math.nan], "tolerance": 1e-6})
     checks["passed"] = [True, False]
-    times = pd.DataFrame({"list": ["one tensor"], "contender": ["Adam fused"], "ms a step": [1.5]})
+    times = pd.DataFrame({"list": ["a list"], "contender": ["Adam fused"], "ms per step": [1.5]})
     text = gpu_check.page(checks, times, {"GPU": "none"})
     assert "Checks passed: 1 of 2." in text and "| b | nan |" in text and "| a |" not in text
-    assert "| one tensor | Adam fused | 1.5 |" in text
+    assert "| a list | Adam fused | 1.5 |" in text
     assert "closest" in gpu_check.page(checks[:1], times, {})
