@@ -85,6 +85,8 @@ def test_groups_stay_within_the_memory_budget_and_have_the_reference():
     names = [c.name for part in parts for c in part]
     assert set(names) == {c.name for c in bench.CONTENDERS if c.make}
     assert all(part[0].name == bench.REFERENCE and len(part) > 1 for part in parts)
+    windows = {f"AdaShift fused n={m} m={m}" for m in (2, 100)}  # compared by a goal
+    assert any(windows <= {c.name for c in part} for part in parts)
     for part in parts:
         assert sum(4 * 25_000_000 * (2 + c.buffers) for c in part) <= bench.MEMORY_BUDGET
 
