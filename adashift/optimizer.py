@@ -115,7 +115,7 @@ class AdaShift(PerParameter):
         eps: float = 1e-8,
         *,
         n: int = 10,
-        m: float | None = None,
+        m: int | float | None = None,  # a checker of types must not turn 10 into 10.0
         phi: Phi = "max",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
