@@ -17,6 +17,7 @@ from torch.optim import (
 )
 
 from adashift._base import ParamGroup, ParamState
+from adashift._window import WEIGHT, total_weight
 from adashift.baselines import AdamNC, SpatialOnly
 from adashift.optimizer import AdaShift
 
@@ -95,15 +96,16 @@ def adamnc_step(state: ParamState, group: ParamGroup) -> StepFormula:
 
 
 def adashift_step(state: ParamState, group: ParamGroup) -> StepFormula:
-    t, n, (beta1, beta2) = float(state["step"]), group["n"], group["betas"]
+    t, n, (beta1, beta2) = float(state["step"]), group["n"], map(float, group["betas"])
     m = group["m"] or n
+    endless = m == math.inf
     root = math.sqrt(1 - beta2 ** (t - n)) if t > n else 0.0
     return StepFormula(
         size=float(group["lr"]) * root,
         eps=group["eps"] * root,
         decay=beta1,
-        gain=1 / sum(beta1**j for j in range(m)),
-        window=m,
+        gain=1 / (float(state["number"][WEIGHT]) if endless else total_weight(beta1, m)),
+        window=0 if endless else m,
     )
 
 

@@ -115,7 +115,7 @@ class AdaShift(PerParameter):
         eps: float = 1e-8,
         *,
         n: int = 10,
-        m: float | None = None,
+        m: int | float | None = None,  # int keeps pydantic from turning 10 into 10.0
         phi: Phi = "max",
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = True,
@@ -151,8 +151,6 @@ class AdaShift(PerParameter):
         if options["state_dtype"] not in (None, torch.bfloat16):
             dtype = options["state_dtype"]
             raise ValueError(f"state_dtype is {dtype}; it must be None or torch.bfloat16")
-        if m == inf:
-            warn_of_shared_gradients(float(betas[0]), n)
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": betas,
@@ -167,6 +165,8 @@ class AdaShift(PerParameter):
     def add_param_group(self, param_group: ParamGroup) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if group["m"] == inf:
+            warn_of_shared_gradients(float(group["betas"][0]), group["n"])
         for p in group["params"] if group["fused"] else ():
             cpu.supports(p, group)  # compile now, so that a warning appears early
 
@@ -260,10 +260,11 @@ class AdaShift(PerParameter):
 
 def warn_of_shared_gradients(beta1: float, n: int) -> None:
     if beta1**n > SHARED_WEIGHT:
-        fix = f"use n={ceil(log(SHARED_WEIGHT) / log(beta1))}" if beta1 < 1 else "use betas[0] < 1"
+        enough = ceil(log(SHARED_WEIGHT) / log(beta1)) if beta1 < 1 else None
+        fix = f"use n={enough} or more" if enough else "use betas[0] < 1"
         warnings.warn(
             f"m=inf with betas[0]={beta1} and n={n}: gradients that v_t has seen have a weight of "
-            f"{beta1**n:.2g} in m_t, so that the two are correlated; {fix} or more",
+            f"{beta1**n:.2g} in m_t, so that the two are correlated; {fix}",
             stacklevel=6,
         )
 

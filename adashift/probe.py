@@ -104,7 +104,7 @@ class DecorrelationProbe:
         optimizer: the optimizer to observe, including parameter groups that are added later.
         every: read v every so many steps. Gradients are read at every step, because k needs them.
         elements: maximum number of elements per block, sampled once. Memory is 18 doubles for each
-            (and m more for AdaShift's window).
+            (and m more for AdaShift's window, none for m=inf).
         names: names of the blocks, in the optimizer's order, or pairs such as
             model.named_parameters(). Default: the optimizer's own names if it was created with
             named parameters, else "0", "1", …
@@ -409,7 +409,8 @@ def parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, ParamGroup]]:
 def longest_window(optimizer: Optimizer) -> int:
     if not isinstance(optimizer, AdaShift):
         return 0
-    return max(group["m"] or group["n"] for group in optimizer.param_groups)
+    windows = [group["m"] or group["n"] for group in optimizer.param_groups]
+    return max((m for m in windows if m != inf), default=0)
 
 
 def with_old_columns(new: Tensor, old: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import singledispatch
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -297,13 +298,16 @@ def _(optimizer: AdamNC) -> Chain:
 def _(optimizer: AdaShift) -> Chain:
     s = scalar_settings(optimizer)
     beta1, beta2 = s["betas"]
-    n = s["n"]
+    n, m = s["n"], s["m"] or s["n"]
+    if m == inf and beta1 == 1:
+        raise NotLinear("AdaShift with m=inf and betas[0]=1: the weights change at each step")
     return ShiftedChain(
         s["lr"],
         s["eps"],
-        window_average(beta1, s["m"] or n),
+        moving_average(beta1) if m == inf else window_average(beta1, m),
         moving_average(beta2, delay=n),
-        correct_second=bias_corrected(beta2, delay=n),
+        bias_corrected(beta1) if m == inf else unchanged,
+        bias_corrected(beta2, delay=n),
     )
 
 

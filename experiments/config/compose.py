@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,6 +212,8 @@ MAX_NUMBER = 1e20  # torch cannot multiply float32 tensors by much more; the mar
 def check_ranges(optimizer: dict[str, Any]) -> None:
     for name, value in optimizer.items():
         parts = value if isinstance(value, list) else [value]
+        if (name, value) == ("m", inf):  # AdaShift's first moment without a window
+            continue
         if any(isinstance(x, int | float) and not abs(x) <= MAX_NUMBER for x in parts):
             expected = f"expected numbers up to {MAX_NUMBER:g}"
             raise ConfigError(invalid(f"optimizer.{name}", value, expected))

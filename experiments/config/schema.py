@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveInt,
+    field_serializer,
 )
 
 # Parts of a task that are top-level keys of the config, to be short to type: data.limit=2000.
@@ -70,6 +71,11 @@ class Config(BaseModel):
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
     deterministic: bool | None = None  # None: true on a CPU, where it costs nothing
+
+    @field_serializer("schedule", "task", "optimizer", when_used="json")
+    def with_named_constants(self, node: Any) -> Any:
+        """Write inf as "inf", which is read as a number again: JSON has no inf."""
+        return json.loads(json.dumps(node), parse_constant=lambda name: str(float(name)))
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that determines the results."""

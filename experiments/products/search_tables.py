@@ -155,10 +155,11 @@ def steps_of(table: pd.DataFrame) -> str:
 
 def search_page(spec: Spec, rule: SearchRule, table: pd.DataFrame, about: str) -> str:
     text = (
-        f"The best setting has the {rule}; one of which a run diverged is the worst. Mean ± "
-        "standard deviation over the seeds; a difference is best − paper's, seed by seed, with its "
-        "95 % interval. The best was chosen with these seeds, so its lead is in part luck; the "
-        "other metrics had no say. Every setting that was tried is in the csv of the same name."
+        f"The best setting has the {rule}; settings with a diverged run rank last. Values are mean "
+        "± standard deviation over the seeds; a difference is best − paper's, paired by seed, with "
+        "its 95 % confidence interval. The same seeds selected the best setting, which biases its "
+        "lead upwards; the other metrics were not used for selection. The csv of the same name "
+        "lists every setting."
     )
     parts = [f"# {spec.title}", about, text, optimizer_table(table, partial(chosen_row, rule=rule))]
     for metric in rule.beside:

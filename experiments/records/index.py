@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.records.files import write_text
-from experiments.records.run import Run
+from experiments.records.run import Run, given
 
 Rows = dict[str, dict[str, str]]
 INDEX_COLUMNS = (
@@ -60,7 +59,7 @@ def index_row(run: Run) -> dict[str, str]:
         "run": name_of(run),
         "experiment": config.experiment,
         "optimizer": config.optimizer_name,
-        "settings": settings(config.optimizer),
+        "settings": settings(config.identity()["optimizer"]),
         "scale": config.scale,
         "seed": str(config.seed),
         "status": run.status,
@@ -83,8 +82,8 @@ def short_commit(commit: str | None) -> str:
 
 def settings(optimizer: Mapping[str, Any]) -> str:
     """lr=0.01 betas=[0,0.999] n=1"""
-    given = {k: v for k, v in optimizer.items() if not k.startswith("_") and v is not None}
-    return " ".join(f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in given.items())
+    chosen = {k: v for k, v in optimizer.items() if not k.startswith("_") and v is not None}
+    return " ".join(given(k, v, plus="") for k, v in chosen.items())
 
 
 def last_metrics(metrics: pd.DataFrame, most: int = 8) -> str:

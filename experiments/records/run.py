@@ -143,7 +143,8 @@ def typed(key: str) -> str:
 
 def given(key: str, value: Any, plus: str = "++") -> str:
     """Return an override that sets a value."""
-    return f"{plus}{typed(key)}={json.dumps(value, separators=(',', ':'))}"
+    text = json.dumps(value, separators=(",", ":"))
+    return f"{plus}{typed(key)}={'inf' if value == 'inf' else text}"
 
 
 def without(key: str, config: Config) -> str:

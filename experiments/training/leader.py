@@ -43,7 +43,7 @@ def process_group(device: torch.device) -> Iterator[ProcessGroup]:
     yield group
     # Skipped after an error, when followers may wait in another collective: torchrun ends them.
     if is_first() and not group.trains:
-        group.broadcast(False)  # the followers wait to be told whether to train
+        group.broadcast(False)  # the followers wait for this message
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from adashift import AdamNC, AdaShift, SpatialOnly, probe
 from adashift._readers import reader_of
+from adashift._spatial import get_phi
 from adashift.analysis.theory import StochasticProblem
 from adashift.probe import MEAN_SQUARE_STEPS, WARM_UP_STEPS, DecorrelationProbe
 
@@ -60,17 +61,18 @@ def adam_history(gradients, alpha, beta1, beta2, eps):
     return torch.stack(D), c
 
 
-def adashift_history(gradients, alpha, beta1, beta2, eps, n, m):
+def adashift_history(gradients, alpha, beta1, beta2, eps, n, m, phi="none"):
     v, D, steps = torch.zeros_like(gradients[0]), [], len(gradients)
     c = torch.zeros(steps, steps, dtype=torch.float64)
     for i in range(steps):
         if i < n:  # no update
             D.append(torch.zeros_like(v))
             continue
-        v = beta2 * v + (1 - beta2) * gradients[i - n] ** 2
+        v = beta2 * v + (1 - beta2) * get_phi(phi)(gradients[i - n] ** 2)
         D.append(alpha / ((v / (1 - beta2 ** (i - n + 1))).sqrt() + eps))
-        for j in range(min(m, i + 1)):
-            c[i, i - j] = beta1**j / sum(beta1**k for k in range(m))
+        weights = [beta1**j for j in range(min(m, i + 1))]
+        for j, weight in enumerate(weights):
+            c[i, i - j] = weight / sum(weights)
     return torch.stack(D), c
 
 
@@ -114,7 +116,11 @@ def test_one_pass_equals_the_double_sum_for_adam(beta1, every):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 2), (10, 10), (WARM_UP_STEPS + 7, 5)])
+@pytest.mark.filterwarnings("ignore:m=inf")
+@pytest.mark.parametrize(
+    ("n", "m"),
+    [(1, 1), (3, 2), (10, 10), (WARM_UP_STEPS + 7, 5), (10, math.inf), (44, math.inf)],
+)
 @pytest.mark.parametrize("beta1", [0.0, 0.9, 1.0])
 def test_one_pass_equals_the_double_sum_for_adashift(beta1, n, m):
     gradients = normal(WARM_UP_STEPS + 80, 5)
@@ -122,6 +128,16 @@ def test_one_pass_equals_the_double_sum_for_adashift(beta1, n, m):
         lambda p: AdaShift(p, 0.01, (beta1, 0.9), n=n, m=m, phi="none"), gradients, every=1
     )
     expected = stored_k(gradients, *adashift_history(gradients, 0.01, beta1, 0.9, 1e-8, n, m))
+    found = number(watching, "k_ratio"), number(watching, "k_effect")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("m", [3, math.inf])
+def test_one_pass_equals_the_double_sum_for_rows(m):
+    gradients = normal(WARM_UP_STEPS + 80, 3, 4)
+    watching = fed(lambda p: AdaShift(p, 0.01, (0.5, 0.9), n=8, m=m, phi="row"), gradients)
+    D, c = adashift_history(gradients, 0.01, 0.5, 0.9, 1e-8, 8, m, "row")
+    expected = stored_k(gradients.flatten(1), D.flatten(1), c)
     found = number(watching, "k_ratio"), number(watching, "k_effect")
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -148,6 +164,7 @@ def moved_by(optimizer, theta, g):
         lambda p: torch.optim.Adadelta(p, 0.01),
         lambda p: AdaShift(p, n=4, m=3),
         lambda p: AdaShift(p, n=4, phi="none"),
+        lambda p: AdaShift(p, n=4, m=math.inf, betas=(0.3, 0.999), phi="row"),
         lambda p: SpatialOnly(p),
         lambda p: AdamNC(p),
     ],
@@ -256,6 +273,7 @@ MAKERS = {
     "fused": lambda p: torch.optim.Adam(p, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9),
     "adashift": lambda p: AdaShift(p, n=3),
+    "endless": lambda p: AdaShift(p, n=3, m=math.inf, betas=(0.2, 0.999), phi="row"),
 }
 
 
@@ -352,7 +370,7 @@ def test_blocks_are_independent():
     """Gradients at different times and groups with different settings do not mix."""
     streams = [normal(400, 4, seed=1), normal(400, 3, seed=2), normal(400, 5, seed=3)]
     has = [lambda t: True, lambda t: t % 3 > 0, lambda t: t >= 50]
-    options = [{"lr": 0.1}, {"betas": (0.5, 0.9)}, {"n": 2, "phi": "none"}]
+    options = [{"lr": 0.1, "m": math.inf, "n": 44}, {"betas": (0.5, 0.9)}, {"n": 2, "phi": "none"}]
     thetas = [nn.Parameter(torch.zeros_like(g[0])) for g in streams]
     together = AdaShift([{"params": [p], **o} for p, o in zip(thetas, options, strict=True)], n=4)
     watching = DecorrelationProbe(together)

@@ -3,6 +3,7 @@
 import doctest
 from functools import partial
 from itertools import product
+from math import inf
 
 import numpy as np
 import pytest
@@ -11,12 +12,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from adashift import AdamNC, AdaShift, SpatialOnly
 from adashift.analysis import trajectory
+from adashift.analysis.theory import StochasticProblem
 from adashift.analysis.trajectory import NotLinear, chain_of, parameter_path
+
+pytestmark = pytest.mark.filterwarnings("ignore:m=inf")  # with a small n
 
 SGD, Adam, NAdam = torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam
 BOX = (-1.0, 1.0)
 BETAS = [(0.0, 0.999), (0.9, 0.999), (0.9999, 0.999), (0.9, 0.5)]
 WINDOWS = [(1, None), (1, 1), (2, None), (2, 1), (10, None), (10, 1), (10, 3)]
+COUNTEREXAMPLE = StochasticProblem(C=101, delta=0.02)
 STEPS = 203
 
 # lr is large enough for steps beyond the bounds [-1, 1].
@@ -43,6 +48,9 @@ for b in BETAS:
 for phi, (n, m), beta1 in product(("max", "none"), WINDOWS, (0.0, 0.9, 1.0)):
     make = partial(AdaShift, lr=1.0, betas=(beta1, 0.999), n=n, m=m, phi=phi)
     OPTIMIZERS[f"AdaShift {phi} n={n} m={m} β1={beta1}"] = make
+for n, beta1, phi in product((1, 10), (0.0, 0.9, 0.9999), ("max", "row")):
+    make = partial(AdaShift, lr=1.0, betas=(beta1, 0.999), n=n, m=inf, phi=phi)
+    OPTIMIZERS[f"AdaShift {phi} n={n} m=inf β1={beta1}"] = make
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
@@ -225,6 +233,7 @@ def test_parameter_path_accepts_a_scalar_start_and_does_not_modify_updates(bound
         (partial(Adam, betas=(0.8, 0.9)), 0.2 * 0.8 ** np.arange(40)),
         (partial(AdaShift, betas=(0.5, 0.9), n=3), [4 / 7, 2 / 7, 1 / 7]),
         (partial(AdaShift, betas=(1.0, 0.9), n=5, m=2), [1 / 2, 1 / 2]),
+        (partial(AdaShift, betas=(0.8, 0.9), n=5, m=inf), 0.2 * 0.8 ** np.arange(40)),
     ],
 )
 def test_net_update_factor_sums_the_effect_of_a_gradient(make, weights):
@@ -246,6 +255,42 @@ def test_net_update_factors_add_up_to_the_total_movement(make):
     assert_allclose(-np.sum(factors * g, axis=-1), stepped(partial(make, lr=0.1), g)[:, -1])
 
 
+def drift(make, couples=4000, before=800, after=300):
+    """Return the mean change of θ per step ÷ lr, and its standard error.
+
+    It is −E[g k(g)]. Both values of g meet the same other gradients, so that their difference,
+    which decides the sign, has little noise.
+    """
+    C, p = COUNTEREXAMPLE.C, COUNTEREXAMPLE.p
+    rng = np.random.default_rng(0)
+    g = np.where(rng.random((couples, before + 1 + after)) < p, C, -1.0)
+    total = np.zeros(couples)
+    for value, probability in ((C, p), (-1.0, 1 - p)):
+        g[:, before] = value
+        chain = chain_of(make(scalars(), lr=1.0, betas=(0.9, 0.99)))
+        factors = chain.net_update_factors(chain.advance(g).step_size)
+        total -= probability * value * factors[:, before]
+    return total.mean(), total.std() / np.sqrt(couples)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Adam, 0.0597),
+        (partial(AdaShift, n=10), -0.0027),
+        (partial(AdaShift, n=10, m=inf), 0.0190),  # β1^10 = 0.35: v_t has seen much of m_t
+        (partial(AdaShift, n=20, m=inf), 0.0049),
+        (partial(AdaShift, n=44, m=inf), -0.0021),
+        (partial(AdaShift, n=50, m=inf), -0.0024),
+    ],
+)
+def test_endless_window_moves_in_the_right_direction_if_n_is_large(make, expected):
+    """θ must decrease, because the mean gradient is positive."""
+    found, error = drift(make)
+    assert found == pytest.approx(expected, abs=4 * error + 5e-5)
+    assert abs(found) > 4 * error
+
+
 # --- no filter form
 
 
@@ -260,6 +305,7 @@ def test_net_update_factors_add_up_to_the_total_movement(make):
         (torch.optim.AdamW, "AdamW has no filter form"),
         (partial(NAdam, weight_decay=0.1), "NAdam with weight_decay=0.1"),
         (partial(NAdam, maximize=True), "NAdam with maximize=True"),
+        (partial(AdaShift, m=inf, betas=(1.0, 0.9)), r"AdaShift with m=inf and betas\[0\]=1"),
         (torch.optim.RMSprop, "RMSprop has no filter form"),
         (torch.optim.Adagrad, "Adagrad has no filter form"),
     ],

@@ -264,9 +264,10 @@ def test_slots_in_bfloat16_follow_rounded_gradients(way):
 
 def test_endless_window_warns_where_v_and_m_share_much():
     p = torch.nn.Parameter(torch.zeros(1))
-    with pytest.warns(UserWarning, match="use n=44 or more"):
+    with pytest.warns(UserWarning, match="use n=44 or more") as warned:
         AdaShift([p], n=10, m=math.inf)
-    with pytest.warns(UserWarning, match=r"use betas\[0\] < 1 or more"):
+    assert [w.filename for w in warned] == [__file__]
+    with pytest.warns(UserWarning, match=r"use betas\[0\] < 1$"):
         AdaShift([p], n=10, m=math.inf, betas=(1.0, 0.9))
     AdaShift([p], n=44, m=math.inf)
     AdaShift([p], n=1, m=math.inf, betas=(0.0, 0.9))

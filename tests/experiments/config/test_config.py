@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from itertools import cycle
+from math import inf
 
 import hydra
 import pytest
@@ -88,7 +89,7 @@ def test_a_hidden_gpu_does_not_count(monkeypatch):
     ("overrides", "words"),
     [
         (["experiment=nonsense"], ["experiment=nonsense", "counterexample_stochastic"]),
-        (["optimizer=nonsense"], ["optimizer=nonsense", "adashift, amsgrad"]),
+        (["optimizer=nonsense"], ["optimizer=nonsense", "adamw, adashift"]),
         (["scale=huge"], ["scale=huge", "laptop, paper, smoke"]),
         (["sede=1"], ["sede", "did you mean seed"]),
         (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr"]),
@@ -102,6 +103,9 @@ def test_a_hidden_gpu_does_not_count(monkeypatch):
         (["optimizer.lr=-1"], ["optimizer.lr=-1 is invalid: expected a number that is 0 or more"]),
         (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number"]),
         (["optimizer=adashift", "optimizer.n=0"], ["optimizer.n=0", "1 or more"]),
+        (["optimizer=adashift", "optimizer.n=inf"], ["optimizer.n=", "numbers up to 1e+20"]),
+        (["optimizer=adashift", "optimizer.m=-inf"], ["optimizer.m=", "numbers up to 1e+20"]),
+        (["optimizer.lr=inf"], ["optimizer.lr=", "numbers up to 1e+20"]),
         (["device=abacus"], ["device=abacus is invalid: expected a string that matches", "cuda"]),
         (["tracking.mode=sometimes"], ["tracking.mode=sometimes is invalid: expected 'auto'"]),
         (["optimizer.betas=[0.9"], ["cannot parse an override", "[0.9", "check its brackets"]),
@@ -117,6 +121,21 @@ def test_an_invalid_override_is_a_one_line_error_with_key_and_fix(overrides, wor
     message = str(error.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("m", "built"), [("2", 2), ("null", None), ("inf", inf)])
+def test_m_may_be_an_integer_null_or_inf(m, built):
+    config = compose([*PAIR[:1], "optimizer=adashift", "optimizer.n=3", f"optimizer.m={m}"])
+    optimizer = build(config.optimizer, "optimizer")([torch.zeros(1)])
+    assert optimizer.param_groups[0]["m"] == built
+
+
+def test_a_warning_of_an_optimizer_is_shown_once_and_the_run_finishes(tmp_path):
+    words = ["optimizer=adashift_ema", "optimizer.n=5", "scale=smoke", "tracking=off"]
+    with pytest.warns(UserWarning, match="m=inf .* use n=44 or more") as warned:
+        assert not run_py(*PAIR[:1], *words, f"results={tmp_path}")
+    assert sum("m=inf" in str(w.message) for w in warned) == 1
+    assert '"m": "inf"' in next(tmp_path.rglob("run.json")).read_text()
 
 
 def test_several_runs_need_multirun():

@@ -1,5 +1,6 @@
 """Runs and specs: identity, folders, the runs of a figure, and the figures of a run."""
 
+import json
 import shlex
 
 import pytest
@@ -34,11 +35,22 @@ def test_the_command_of_a_run_trains_that_run():
         ["experiment=nmt", "scale=smoke", "schedule=null"],
         ["experiment=mnist_lr", "scale=smoke", "log_every=null"],
         ["experiment=mnist_lr", "scale=smoke", "optimizer=adashift", "~optimizer.n"],
+        [*STOCHASTIC[:1], "optimizer=adashift", "optimizer.m=inf", "optimizer.n=44"],
+        [*STOCHASTIC[:1], "optimizer=adashift_ema", "optimizer.m=null"],
+        [*STOCHASTIC, "task.bounds=[-inf,1]"],
     ):
         run = Run(compose(overrides))
         words = shlex.split(run.command())
         assert words[:2] == ["python", "run.py"]
         assert Run(compose(words[2:])).folder == run.folder, run.command()
+
+
+def test_infinity_is_named_in_the_command_and_in_json():
+    run = Run(compose([*STOCHASTIC[:1], "optimizer=adashift", "optimizer.m=inf"]))
+    assert " optimizer.m=inf " in run.command()
+    assert json.loads(json.dumps(run.config.identity(), allow_nan=False)) == run.config.identity()
+    window = compose([*STOCHASTIC[:1], "optimizer=adashift", "optimizer.m=null"])
+    assert run.config.digest() != window.digest()
 
 
 def test_the_command_of_a_custom_optimizer_omits_the_settings_of_the_experiment():
