@@ -104,7 +104,7 @@ def test_frozen_parameters_stay_fixed_and_others_are_trained(frozen):
     task = task_of(*TINY, f"task.frozen={frozen}")
     optimizer, start = optimizer_of(task), weights(task)
     take_steps(task, optimizer, 45)
-    trained, state = weights(task), optimizer.state_dict()["state"][0]["step"]
+    trained, state = weights(task), int(optimizer.state_dict()["state"][0]["step"])
     assert not any(torch.equal(a, b) for a, b in zip(start, trained, strict=True))
     gradients = take_steps(task, optimizer, 20)
     assert same(trained, weights(task)) == frozen
