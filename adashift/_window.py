@@ -73,6 +73,14 @@ def zeros_beside(p: Tensor, dtype: torch.dtype, count: int = 0, place: int = 0) 
     return p.new_zeros(start + elements, dtype=dtype).as_strided(size, stride, start)
 
 
+def compact(x: Tensor) -> Tensor:
+    """x with its parts one after the other; foreach may have put them between those of others."""
+    size = x[0].numel()
+    if x.stride(0) == size:
+        return x
+    return x.new_empty(x.numel()).as_strided(x.shape, (size, *x.stride()[1:])).copy_(x)
+
+
 def window_state(p: Tensor, dtype: torch.dtype, slot_dtype: torch.dtype, m: float) -> ParamState:
     """The buffers of a window before the first gradient."""
     if m == 1:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState, state_dtype_of
 from adashift._spatial import PHI
-from adashift._window import is_dense, is_plain, recover_error, total_weight
+from adashift._window import compact, is_dense, is_plain, recover_error, total_weight
 
 SOURCE = Path(__file__).with_name("kernel.c")
 FLOAT = ("-DREAL=float", "-DBITS=uint32_t", "-DUNIT=0x1p-24")
@@ -122,8 +122,8 @@ def kernel_for(dtype: torch.dtype, slot_dtype: torch.dtype | None = None) -> Any
         return load_kernel((*MACROS[dtype], *["-DBF16_SLOT"] * half))
     except (KernelUnavailable, OSError) as error:
         warnings.warn(
-            f"fused=True needs a C compiler, but {error}; the default path is used instead: "
-            "install one, or name it in the environment variable CC",
+            f"fused=True needs a C compiler, but {error}; using the default instead: "
+            "install a C compiler, set CC, or drop fused=True",
             stacklevel=6,
         )
         return None
@@ -170,6 +170,7 @@ def supports_step(p: Tensor, state: ParamState, group: ParamGroup) -> bool:
     g, row = p.grad, p.stride(0) if p.dim() else 1
     assert g is not None
     rows_apart = group["phi"] == "row" and p.dim() > 1 and row * p.shape[0] != p.numel()
+    slot_dtype = group["state_dtype"] or state_dtype_of(p)
     kept = [state[name] for name in ("sum", "slots") if name in state]
     kept += [state[name] for name in ("v", "phi") if group["phi"] == "none"]
     return (
@@ -177,6 +178,7 @@ def supports_step(p: Tensor, state: ParamState, group: ParamGroup) -> bool:
         and not g.is_neg()  # a sign that is not in memory
         and not rows_apart
         and state["number"].dtype == state_dtype_of(p)  # a checkpoint keeps its own
+        and ("slots" not in state or state["slots"].dtype == slot_dtype)
         and all(x.stride()[x.dim() - p.dim() :] == p.stride() for x in kept)
     )
 
@@ -193,7 +195,7 @@ class JobTable:
         self.rows = torch.tensor(
             [job(p, s, key) for key, (p, s) in enumerate(zip(params, states, strict=True))]
         )
-        self.held = states  # what the rows have addresses of
+        self.held = [list(state.values()) for state in states]  # the rows have addresses of these
 
     def step(self, group: ParamGroup) -> None:
         gradients = [p.grad.data_ptr() for p in self.params]  # type: ignore[union-attr]
@@ -205,6 +207,7 @@ class JobTable:
 
 def job(p: Tensor, state: ParamState, key: int) -> list[int]:
     """A Job of kernel.c; the address of the gradient follows in every step."""
+    state |= {name: compact(state[name]) for name in ("slots", "phi", "number") if name in state}
     recover_error(state)
     names = ("sum", "slots", "v", "phi", "number", "step")
     addresses = [state[name].data_ptr() if name in state else 0 for name in names]

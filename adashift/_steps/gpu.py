@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
 from adashift._spatial import PHI
-from adashift._window import is_dense, is_plain, recover_error, total_weight
+from adashift._window import compact, is_dense, is_plain, recover_error, total_weight
 
 TILE, LANES, WARPS = 1024, 1024, 8  # elements, and partial results, that a program takes at a time
 DEVICES = ("cuda",)  # torch uses this name for ROCm too
@@ -127,14 +127,6 @@ def job(p: Tensor, state: ParamState, rows: int) -> list[int]:
     state |= {name: compact(state[name]) for name in ("slots", "phi", "number") if name in state}
     names = ("sum", "slots", "v", "phi", "number", "step")
     return [address_of(p), *(address_of(state.get(name)) for name in names), p.numel(), rows]
-
-
-def compact(x: Tensor) -> Tensor:
-    """x with its parts one after the other; foreach may have put them between those of others."""
-    size = x[0].numel()
-    if x.stride(0) == size:
-        return x
-    return x.new_empty(x.numel()).as_strided(x.shape, (size, *x.stride()[1:])).copy_(x)
 
 
 def address_of(x: Tensor | None) -> int:

@@ -219,6 +219,23 @@ def test_inf_gradients_end_alike(when, m, phi, way):
         torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize("phi", ["max", "mean", "none"])
+def test_implementation_may_change_without_a_checkpoint(phi):
+    """foreach leaves the state of all parameters interleaved in flat buffers."""
+    params = [torch.nn.Parameter(torch.zeros(k, 7).double()) for k in (1, 5, 300)]
+    optimizer = AdaShift(params, n=4, phi=phi)
+    oracles = [AdaShiftReference(p, n=4, phi=phi) for p in params]
+    for t in range(48):
+        optimizer.param_groups[0].update(foreach=t // 6 % 2 == 1, fused=t // 6 % 4 == 2)
+        for k, (p, oracle) in enumerate(zip(params, oracles, strict=True)):
+            generator = torch.Generator().manual_seed(100 * k + t)
+            p.grad = torch.randn(p.shape, dtype=torch.float64, generator=generator)
+            oracle.step(p.grad)
+        optimizer.step()
+        for p, oracle in zip(params, oracles, strict=True):
+            torch.testing.assert_close(p.detach(), oracle.theta, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("mark", ["_is_flat_param", "_fsdp_flattened"])
 def test_parameters_that_fsdp1_has_flattened_are_refused(mark):
     p = torch.nn.Parameter(torch.ones(8))
