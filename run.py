@@ -30,22 +30,22 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
 def main(cfg: DictConfig) -> RunOutcome | None:
+    about = HydraConfig.get()
+    if parent_process() is not None:  # a worker of joblib
+        end_with_parent()
+    in_sweep = not OmegaConf.is_missing(about.job, "num")  # which reports errors
+    with one_line_errors() if in_sweep else clean_exit():
+        run = Run(resolve(cfg.copy(), about.runtime.choices))
     # Imported late, with torch: mistakes are reported at once, and a launcher trains nothing.
     from experiments.products.specs import figures_using
     from experiments.training.execute import execute
     from experiments.training.pool import attempt
 
-    about = HydraConfig.get()
-    if parent_process() is not None:  # a worker of joblib
-        end_with_parent()
-    if not OmegaConf.is_missing(about.job, "num"):  # a job of a sweep, which reports errors
-        with one_line_errors():
-            run = Run(resolve(cfg.copy(), about.runtime.choices))
+    if in_sweep:
         outcome = attempt(run, figures_using, announce=say)
         say(str(outcome))
         return outcome
     with clean_exit():
-        run = Run(resolve(cfg.copy(), about.runtime.choices))
         say(execute(run, announce=say, tags=figures_using))
         if agreement := compare(run):
             say(f"compared with the published run: {agreement}")

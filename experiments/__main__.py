@@ -4,7 +4,7 @@
     python -m experiments table 1       the same for a table
     python -m experiments theory        the same for the lemmas and theorems
     python -m experiments surprises     the same for results that differ from the paper
-    python -m experiments claims        theory, then judge every claim whose runs are there
+    python -m experiments claims        theory, then judge every claim whose runs exist
     python -m experiments status        finished, failed and missing runs, and the time left
     python -m experiments status figure-4 table-5    … of these, with commands for what is missing
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
@@ -41,6 +41,7 @@ from experiments.products.make import (
 )
 from experiments.products.specs import (
     asked_for,
+    check_all_specs,
     everything,
     full_names,
     load_spec,
@@ -66,18 +67,30 @@ def main(arguments: Sequence[str]) -> None:
     overrides = [word for word in parsed.words if "=" in word]
     names = [word for word in parsed.words if "=" not in word]
     refuse_other_runs(overrides)
-    if parsed.extra and parsed.what != "figure":
-        raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
-    if parsed.extra:
-        for name in full_names("figure", names):
-            make_figure_with(parsed.extra.split(","), name, overrides)
-    else:
+    if names and parsed.what not in TAKES_NAMES:
+        raise ConfigError(f"{parsed.what} takes only key=value: drop {' '.join(names)}")
+    if parsed.extra is None:
         COMMANDS[parsed.what](names, overrides)
+    elif parsed.what != "figure":
+        raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
+    else:
+        extra = optimizers_in(parsed.extra)
+        for name in full_names("figure", names):
+            make_figure_with(extra, name, overrides)
+
+
+def optimizers_in(extra: str) -> list[str]:
+    """The names in the value of --extra."""
+    names = [name.strip() for name in extra.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--extra is empty: give optimizers, as in --extra lion,adamw")
+    return names
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
-    failed = []
-    for name in full_names(kind, names):
+    failed, full = [], full_names(kind, names)
+    check_all_specs()
+    for name in full:
         try:
             make(kind, name, overrides)
         except NotPublishedError as error:
@@ -96,6 +109,7 @@ def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> Non
 
 
 def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
+    check_all_specs()
     if compose(overrides).records != "published":
         train_missing(load_spec("claim", "theory").expand(overrides), "theory")
     for kind, name in everything():
@@ -129,7 +143,10 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     write_report(places[config.records], page)
     print(page)
     if config.records == "own" and not (config.results / f"runs{suffix}.csv").exists():
-        print("it is empty: nothing has been made here yet; RECORDS=published shows our results")
+        print(
+            "it is empty: nothing has been made here yet; to see the published results, use "
+            "records=published (RECORDS=published with make)"
+        )
 
 
 def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -154,6 +171,8 @@ def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
     figures = {f"figure-{path.stem}": load_spec("figure", path.stem) for path in specs("figure")}
     print(publish_dashboard(figures, entity, tracking.project))
 
+
+TAKES_NAMES = ("figure", "table", "status")
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "figure": partial(product, "figure"),

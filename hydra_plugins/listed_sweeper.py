@@ -65,6 +65,8 @@ class ListedSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         jobs = {job.run.folder: job for job in self.jobs(arguments)}
+        if not jobs:
+            raise ConfigError("the sweep has no runs: check its ranges")
         self.words = {folder: job.words for folder, job in jobs.items()}
         train_all([job.run for job in jobs.values()], self.launch, "sweep")
 
@@ -72,11 +74,12 @@ class ListedSweeper(Sweeper):
         """Compose the runs here, so that a mistake stops the sweep before anything is trained."""
         overrides = OverridesParser.create().parse_overrides(list(arguments))
         words = [str(o.input_line) for o in overrides if o.get_key_element() not in FOR_THE_SWEEP]
-        names = [
-            name for o in overrides if o.get_key_element() == "runs" for name in override_values(o)
-        ]
-        if names:
+        runs = [o for o in overrides if o.get_key_element() == "runs"]
+        if runs:
             refuse_other_runs(words)
+            names = [name for o in runs for name in override_values(o) if name]
+            if not names:
+                raise ConfigError("runs= is empty: give figure-4, table-5, figure-all …")
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
         given = [f"{key}={values}" for key, values in self.params.items()]
         points = expand([*given, *words], self.points)

@@ -29,6 +29,8 @@ EXPECTATIONS = {
     "String should match pattern": "expected a string that matches",
 }
 
+TOP_LEVEL = {*Config.model_fields, *PARTS} - {"optimizer_name"}
+BUILT = ("task", "optimizer", "schedule", *PARTS)  # nodes whose keys are arguments of a class
 SUGGESTION_GROUPS = ("experiment", "optimizer", "tracking")
 
 
@@ -68,7 +70,7 @@ def validation_message(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        return f"{key} is an unknown key: expected one of {known_keys()}"
+        return f"{key} is an unknown key{expected_keys(key)}"
     if problem["type"] == "missing":
         return f"{key} has no value: set {key}=…"
     return invalid(key, problem["input"], expectation(error))
@@ -106,7 +108,8 @@ def hydra_message(text: str) -> str:
     unknown_key = re.search(r"Could not override '([^']+)'", text)
     if unknown_key:
         key = unknown_key.group(1)
-        add = f" (+{key}=… adds a key that its class takes)" if "." in key else ""
+        node, _, inner = key.partition(".")
+        add = f" (+{key}=… adds a key that its class takes)" if inner and node in BUILT else ""
         return f"{key} is an unknown key{suggestion(key)}{add}"
     line = " ".join(text.split("\n")[0].split())
     if "override_grammar" in text:
@@ -114,19 +117,22 @@ def hydra_message(text: str) -> str:
     return line
 
 
-def known_keys() -> str:
-    return ", ".join(sorted({*Config.model_fields, *PARTS} - {"optimizer_name"}))
+def expected_keys(key: str) -> str:
+    """The top-level keys, as the end of a message about an unknown one."""
+    return "" if "." in key else f": expected one of {', '.join(sorted(TOP_LEVEL))}"
 
 
 def suggestion(key: str) -> str:
     """The most similar key in conf/, as the end of a message about an unknown key."""
-    names = set(Config.model_fields)
+    if key in TOP_LEVEL:
+        return f" here: +{key}=… adds it"
+    names, last = set(Config.model_fields), key.split(".")[-1]
     for path in (p for group in SUGGESTION_GROUPS for p in (CONF / group).glob("*.yaml")):
         names.update(re.findall(r"^\s*(?:- )?([A-Za-z]\w*):", path.read_text(), re.MULTILINE))
-    if key in names:
-        return f" here: +{key}=… adds it"
-    near = difflib.get_close_matches(key.split(".")[-1], names, n=1)
-    return f": did you mean {near[0]}?" if near else f": expected one of {known_keys()}"
+    if last in names or last.startswith("_"):  # a key of another node, or of Hydra: no typo
+        return expected_keys(key)
+    near = difflib.get_close_matches(last, names, n=1)
+    return f": did you mean {near[0]}?" if near else expected_keys(key)
 
 
 def last_line(error: BaseException) -> str:

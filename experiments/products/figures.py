@@ -200,7 +200,9 @@ def numbers_of(group: RunGroup, metric: str, smooth: int, orders: bool) -> pd.Da
 def last_number(values: pd.Series) -> tuple[int, float]:
     """The last step and finite value; ∞ at the first step if there is none (a csv loses NaN)."""
     known = values[np.isfinite(values)]
-    return (known.index[-1], known.iloc[-1]) if len(known) else (values.index[0], np.inf)
+    if len(known):
+        return known.index[-1], known.iloc[-1]
+    return (values.index[0] if len(values) else 0), np.inf
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:

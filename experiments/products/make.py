@@ -14,8 +14,8 @@ from pathlib import Path
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.config.schema import Config
 from experiments.products.claims import judge_spec, read_verdicts, write_verdicts
-from experiments.products.schema import Spec
-from experiments.products.specs import everything, figures_using, load_spec
+from experiments.products.schema import CurvesPanel, Spec
+from experiments.products.specs import check_all_specs, everything, figures_using, load_spec
 from experiments.records import agreement, index
 from experiments.records.files import locked
 from experiments.records.run import Groups, Run, all_runs
@@ -27,6 +27,7 @@ PREFIXES = "TFCIJKLS"  # of the claims' names, in order
 def make(kind: str, name: str, overrides: Sequence[str]) -> None:
     """Make the product that conf/<kind>/<name>.yaml describes."""
     spec = load_spec(kind, name)
+    check_all_specs()
     groups = groups_of(spec, overrides)
     train_missing(groups, f"{kind} {name}")
     if said := write_product(kind, name, spec, groups):
@@ -110,9 +111,13 @@ def write_table_files(name: str, spec: Spec, groups: Groups) -> str:
 def make_figure_with(extra: Sequence[str], name: str, overrides: Sequence[str]) -> None:
     """A copy of a figure with curves of other optimizers; the usual ones may be published runs."""
     usual = load_spec("figure", name)
-    spec = usual.with_extra(extra)
-    if spec.runs == usual.runs:
+    if not any(isinstance(panel, CurvesPanel) for panel in usual.panels):
         raise ConfigError(f"figure {name} has no panel of curves, so there is no place for another")
+    for optimizer in extra:
+        requests = usual.with_extra([optimizer]).runs.values()
+        if all(words in usual.runs.values() for words in requests):
+            raise ConfigError(f"figure {name} already has {optimizer}: drop it from --extra")
+    spec = usual.with_extra(extra)
     groups = spec.expand(["records=all", *overrides])
     train_missing(groups, f"figure {name} with {', '.join(extra)}")
     print(write_figure_files(f"figure-{name}-with-{'-'.join(extra)}", spec, groups))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from yaml import MarkedYAMLError
 
 from experiments.config.errors import ConfigError, one_line_errors
 from experiments.config.paths import CONF
+from experiments.config.schema import Config
 from experiments.products.checks import check_content, checked
 from experiments.products.schema import Spec
 from experiments.records.run import Run, cached_config
@@ -44,8 +46,15 @@ def full_names(kind: str, names: Sequence[str]) -> list[str]:
         if name not in own and not (name.isdecimal() and 1 <= int(name) <= COUNTS[kind]):
             raise ConfigError(
                 f"there is no {kind} {name}: the paper has {kind}s 1 to {COUNTS[kind]}"
+                f"{others(kind)}"
             )
     return [name if name in own else f"{int(name):02d}" for name in names]
+
+
+def others(kind: str) -> str:
+    """The specs that are not in the paper, as the end of a message."""
+    names = [path.stem for path in specs(kind) if not path.stem.isdigit()]
+    return f", conf/{kind} also has {', '.join(names)}" if names else ""
 
 
 def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -65,6 +74,12 @@ def everything() -> Iterator[tuple[str, str]]:
 
 def spec_path(kind: str, name: str) -> Path:
     return CONF / kind / f"{name}.yaml"
+
+
+def check_all_specs() -> None:
+    """Load every spec: claims.csv and runs.csv need all of them after the training."""
+    for kind, name in everything():
+        load_spec(kind, name)
 
 
 def load_spec(kind: str, name: str) -> Spec:
@@ -107,15 +122,19 @@ def figures_using(run: Run) -> list[str]:
 
 
 def users_of(run: Run) -> Iterator[tuple[str, str]]:
-    c = run.config
-    names = {f"experiment={c.experiment}", f"optimizer={c.optimizer_name}"}
     for kind in ("figure", "table"):
         for path in specs(kind):
-            # Parsing and composing are slow: skip files that do not name the experiment.
-            if f"experiment={c.experiment}" not in path.read_text():
-                continue
-            spec = load_spec(kind, path.stem)
-            alike = [o for o in spec.runs.values() if names <= {*spec.base, *o}]
-            requests = [cached_config((*spec.base, *o, f"scale={c.scale}")) for o in alike]
-            if any(c.identity() == r.identity() for r in requests):
-                yield kind, path.stem
+            with suppress(ConfigError):  # a mistake in a spec must not stop a single run
+                if uses(kind, path, run.config):
+                    yield kind, path.stem
+
+
+def uses(kind: str, path: Path, c: Config) -> bool:
+    # Parsing and composing are slow: skip files that do not name the experiment.
+    if f"experiment={c.experiment}" not in path.read_text():
+        return False
+    spec = load_spec(kind, path.stem)
+    names = {f"experiment={c.experiment}", f"optimizer={c.optimizer_name}"}
+    alike = [o for o in spec.runs.values() if names <= {*spec.base, *o}]
+    requests = [cached_config((*spec.base, *o, f"scale={c.scale}")) for o in alike]
+    return any(c.identity() == r.identity() for r in requests)

@@ -62,7 +62,9 @@ def read_runs(path: Path, mtime: int) -> Runs:
     text = unpack(path)
     head, _, rest = text.partition(b"\n")
     if head.decode(errors="replace") != RECORDS_FORMAT:
-        raise RecordsError(f"{path} is no records file: expected the first line {RECORDS_FORMAT!r}")
+        raise RecordsError(
+            f"{path} is not a records file: expected the first line {RECORDS_FORMAT!r}"
+        )
     checksum, _, rest = rest.partition(b"\n")
     if checksum.decode(errors="replace") != f"# sha256 {hashlib.sha256(rest).hexdigest()}":
         raise RecordsError(f"checksum mismatch in {path}: restore it with git checkout -- {path}")

@@ -94,5 +94,5 @@ def reporting_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise WriteError(
             f"{path} cannot be written ({error.strerror or error}): fix that or set another folder "
-            "with results=…, then rerun the same command to resume"
+            "with results=… or published=…, then rerun the same command to resume"
         ) from error

@@ -87,7 +87,9 @@ def settings(optimizer: Mapping[str, Any]) -> str:
 
 
 def last_metrics(metrics: pd.DataFrame, most: int = 8) -> str:
-    """Return the last value of the first `most` metrics."""
+    """Return the last value of the first `most` metrics; empty if nothing was recorded."""
+    if metrics.empty:
+        return ""
     ends = {name: metrics[name].dropna() for name in metrics.columns if name != "step"}
     words = [f"{name}={values.iloc[-1]:.5g}" for name, values in ends.items() if len(values)]
     return " ".join([f"step={metrics['step'].iloc[-1]}", *words[:most]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import islice
 
 import torch
@@ -25,16 +26,24 @@ def measure(
 ) -> Status:
     """Compute at most `steps` rows; return FINISHED, DIVERGED or INTERRUPTED.
 
-    Every `log_every`-th row is recorded, and row number `steps`; the step of a row is its number,
+    Every `log_every`-th row is recorded, and the last one; the step of a row is its number,
     starting at 1. A recorded row with NaN or inf ends the run as diverged.
     """
     rows = islice(measurement.rows(optimizer), steps)
     with answered_after_a_step(), progress(rows, desc=title, unit="row") as bar:
+        step, row = 0, dict[str, float]()
         for step, row in enumerate(bar, start=1):
-            if step % log_every == 0 or step == steps:
-                record.log(step, row)
-                if not all(map(math.isfinite, row.values())):
-                    return Status.DIVERGED
+            if (step % log_every == 0 or step == steps) and not log_finite(record, step, row):
+                return Status.DIVERGED
             if stop_request.received and step != steps:
                 return Status.INTERRUPTED
+    # The rows may end before `steps`, after a row that was not recorded.
+    if step % log_every and step != steps and not log_finite(record, step, row):
+        return Status.DIVERGED
     return Status.FINISHED
+
+
+def log_finite(record: Record, step: int, row: Mapping[str, float]) -> bool:
+    """Record a row; return whether all of its values are finite."""
+    record.log(step, row)
+    return all(map(math.isfinite, row.values()))

@@ -93,6 +93,10 @@ def test_a_hidden_gpu_does_not_count(monkeypatch):
         (["scale=huge"], ["scale=huge", "laptop, paper, smoke"]),
         (["sede=1"], ["sede", "did you mean seed"]),
         (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr"]),
+        (["optimizer.zzzz=1"], ["optimizer.zzzz is an unknown key (+optimizer.zzzz=… adds"]),
+        (["schedule.zzzz=1"], ["schedule.zzzz is an unknown key (+schedule"]),
+        (["epochs=3"], ["epochs is an unknown key: expected one of best, "]),
+        (["data=x"], ["data is an unknown key here: +data=… adds it"]),
         (["+optimizer_nam=x"], ["optimizer_nam", "expected one of"]),
         (["seed=-1"], ["seed=-1 is invalid: expected a value greater than or equal to 0"]),
         (["seed=one"], ["seed=one", "integer"]),
@@ -136,6 +140,19 @@ def test_a_warning_of_an_optimizer_is_shown_once_and_the_run_finishes(tmp_path):
         assert not run_py(*PAIR[:1], *words, f"results={tmp_path}")
     assert sum("m=inf" in str(w.message) for w in warned) == 1
     assert '"m": "inf"' in next(tmp_path.rglob("run.json")).read_text()
+
+
+@pytest.mark.parametrize("word", ["tracking.zzzz=1", "+tracking.zzzz=1", "zzzz.yyyy=1"])
+def test_an_unknown_key_of_a_node_gets_no_advice_that_does_not_work(word):
+    with pytest.raises(ConfigError) as error:
+        compose([*PAIR, word])
+    assert str(error.value) == f"{word.strip('+').split('=')[0]} is an unknown key"
+
+
+def test_a_key_with_an_underscore_gets_no_guess():
+    with pytest.raises(ConfigError, match=r"^optimizer\._target is an unknown key") as error:
+        compose([*PAIR, "optimizer._target=x"])
+    assert "did you mean" not in str(error.value)
 
 
 def test_several_runs_need_multirun():

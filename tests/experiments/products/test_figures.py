@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.products.figures import RunGroup, box_mean, curves
+from experiments.products.figures import RunGroup, box_mean, curves, last_number
 from experiments.products.schema import CurvesPanel
 
 
@@ -73,3 +73,10 @@ def test_a_cross_marks_where_runs_diverged_also_with_orders():
     crosses = [line.get_ydata().item() for line in ax.lines if line.get_marker() == "x"]
     assert len(ax.lines) == 4 and crosses == pytest.approx([3**0.5, 10**0.5])
     assert table["diverged"].dropna().tolist() == ["1.732050808 3.16227766"]
+
+
+def test_a_run_that_diverged_before_its_first_record_is_drawn():
+    assert last_number(pd.Series(dtype=float)) == (0, np.inf)
+    for runs in ([FakeRun([1, 2], 0), FakeRun([], 1, "diverged")], [FakeRun([], 0, "diverged")]):
+        _, table = drawn(*runs)
+        assert table["diverged"].dropna().tolist() == ["inf"]

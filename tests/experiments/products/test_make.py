@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -160,18 +161,39 @@ def test_claims_are_judged_and_written(results, capsys):
     ("words", "message"),
     [
         (["figure", "99"], "figures 1 to 24"),
-        (["figure", "one"], "figures 1 to 24"),
+        (["figure", "one"], "figures 1 to 24, conf/figure also has s2, s3"),
         (["figure"], "which figure"),
         (["table", "10"], "tables 1 to 9"),
         (["figure", "²"], "figures 1 to 24"),
         (["figure", "1", "seed=3"], "use run.py for other runs"),
         (["figure", "1", "steps=500"], "set only scale, records"),
+        (["theory", "1"], "theory takes only key=value: drop 1"),
+        (["publish", "figure-1", "table-2"], "takes only key=value: drop figure-1 table-2"),
+        (["--extra", "adam", "figure", "3"], "figure 03 already has adam"),
+        (["--extra", "lion,adam", "figure", "3"], "figure 03 already has adam"),
+        (["--extra", "adam", "figure", "8"], "figure 08 has no panel of curves"),
+        (["--extra", ",", "figure", "3"], "--extra is empty"),
+        (["--extra", "", "figure", "3"], "--extra is empty"),
     ],
 )
 def test_an_invalid_request_is_reported(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         ask(tmp_path, *words)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["figure", "1"], ["claims"]])
+def test_a_mistake_in_another_spec_is_reported_before_training(tmp_path, monkeypatch, words):
+    conf = shutil.copytree(CONF, tmp_path / "conf")
+    (conf / "table/09.yaml").write_text("title: x")
+    monkeypatch.setattr(specs_module, "CONF", conf)
+    with pytest.raises(ConfigError, match=r"^conf/table/09.yaml: "):
+        ask(tmp_path / "results", *words)
+    assert not (tmp_path / "results").exists()
+
+
+def test_empty_names_of_extra_optimizers_are_dropped():
+    assert cli.optimizers_in("lion,, adamw,") == ["lion", "adamw"]
 
 
 TABLE = """

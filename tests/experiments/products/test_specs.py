@@ -306,3 +306,11 @@ def test_an_experiment_without_metrics_says_how_to_declare_them(tmp_path, monkey
     monkeypatch.setattr("experiments.products.checks.file_chosen", lambda *_: ("valley", bare))
     with pytest.raises(ConfigError, match=r"reads theta, but conf/experiment/valley.yaml has no `"):
         load(tmp_path, monkeypatch, "figure", FIGURE)
+
+
+def test_a_run_does_not_need_every_spec_to_be_valid(tmp_path, monkeypatch):
+    load(tmp_path, monkeypatch, "figure", FIGURE)
+    folder = specs.CONF / "figure"
+    (folder / "00.yaml").write_text(FIGURE.replace("seeds: 3", "seeds: 0"))
+    run = load_spec("figure", "01").expand(["scale=smoke"])["adashift"][0]
+    assert specs.figures_using(run) == ["figure-01"]

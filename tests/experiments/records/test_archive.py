@@ -77,7 +77,7 @@ def text(path):
         (lambda path: path.read_bytes()[:10], "truncated or not an xz file"),
         (lambda path: b"", "truncated or not an xz file"),
         (lambda path: b"step,loss\n1,2\n", "truncated or not an xz file"),
-        (lambda path: lzma.compress(b"step,loss\n1,2\n"), "is no records file"),
+        (lambda path: lzma.compress(b"step,loss\n1,2\n"), "is not a records file"),
         (lambda path: lzma.compress(text(path).replace(b"0.1", b"0.2", 1)), "checksum mismatch"),
         (lambda path: lzma.compress(text(path)[:-5]), "checksum mismatch"),
         (lambda path: lzma.compress(text(path).replace(b"sha256 ", b"sha256 0")), "checksum"),

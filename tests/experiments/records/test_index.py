@@ -8,6 +8,7 @@ import pytest
 from experiments.config.compose import compose
 from experiments.products.make import keep_index
 from experiments.records import index
+from experiments.records.record import read_metrics
 from experiments.records.run import Run
 from experiments.training.execute import execute
 
@@ -100,3 +101,8 @@ def test_two_products_made_at_the_same_time_keep_their_rows(tmp_path, monkeypatc
     for job in jobs:
         job.join()
     assert len(read(tmp_path / "runs-smoke.csv")) == 2
+
+
+def test_a_run_that_diverged_before_its_first_record_has_no_metrics(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,metric,value\n")
+    assert index.last_metrics(read_metrics(tmp_path)) == ""

@@ -63,6 +63,14 @@ def test_the_last_row_is_always_recorded_and_only_once(steps, log_every, logged)
     assert measured(Squares(), steps, log_every) == ("finished", logged)
 
 
+@pytest.mark.parametrize("steps", [100, None])
+@pytest.mark.parametrize(("last", "logged"), [(6, [3, 6]), (7, [3, 6, 7]), (2, [2]), (0, [])])
+def test_the_last_row_is_recorded_if_the_rows_end_early(steps, last, logged):
+    assert measured(Squares(last=last), steps, log_every=3) == ("finished", logged)
+    if last:
+        assert measured(Squares(last=last, bad=last), steps, log_every=3) == ("diverged", logged)
+
+
 def test_a_row_with_nan_ends_the_run_and_is_recorded():
     assert measured(Squares(bad=3), steps=5) == ("diverged", [1, 2, 3])
     assert measured(Squares(bad=5), steps=5)[0] == "diverged"

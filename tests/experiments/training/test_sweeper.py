@@ -86,6 +86,17 @@ def test_finished_runs_are_not_launched_again(sweep, capsys):
     assert launcher.batches[1:] == [["0", "1"]]
 
 
+@pytest.mark.parametrize("seeds", ["range(0,0)", "range(3,0)"])
+def test_a_sweep_without_runs_is_reported(sweep, seeds):
+    with pytest.raises(ConfigError, match="the sweep has no runs: check its ranges"):
+        sweep(Launcher(), f"seed={seeds}")
+
+
+def test_runs_without_a_name_is_reported():
+    with pytest.raises(ConfigError, match="runs= is empty: give figure-4"):
+        ListedSweeper({}, []).jobs(["runs="])
+
+
 def test_points_are_combined_with_the_values_of_the_command_line(sweep):
     seen = []
     launcher = Launcher(train=lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
