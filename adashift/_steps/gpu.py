@@ -138,7 +138,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that nobody waits for; in a graph every replay makes it again."""
+    """Copy to the device without waiting; in a graph, every replay copies again."""
     host = host.pin_memory() if device.type == "cuda" else host
     captured.extend([host] * is_capturing(device))
     return host.to(device, non_blocking=True)

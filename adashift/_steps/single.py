@@ -107,7 +107,7 @@ def rounded(x: Tensor, dtype: torch.dtype, group: ParamGroup) -> Tensor:
     return torch.where(x.isfinite(), found, x)
 
 
-# -- no number that the host must know ---------------------------------------------------------
+# -- the host reads nothing --------------------------------------------------------------------
 
 
 def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
