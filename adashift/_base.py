@@ -42,10 +42,9 @@ def check_count(name: str, x: Any, high: float, hint: str) -> int:
 
 def check_switch(name: str, x: Any, *allowed: Any) -> Any:
     """Return x if it is a bool or one of `allowed`."""
-    if not (isinstance(x, bool) or x in allowed):
-        raise ValueError(
-            f"{name} is {x!r}; it must be {' or '.join(map(str, (True, False, *allowed)))}"
-        )
+    if not (isinstance(x, bool) or any(x is other for other in allowed)):
+        names = ["True", "False", *map(str, allowed)]
+        raise ValueError(f"{name} is {x!r}; it must be {', '.join(names[:-1])} or {names[-1]}")
     return x
 
 
@@ -56,6 +55,8 @@ class PerParameter(Optimizer, ABC):
     deepcopy and torch.load(weights_only=True) preserve everything.
     """
 
+    own_options: tuple[str, ...]  # that every checkpoint of the class has
+
     def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
         super().__init__(params, self._check(options))
 
@@ -63,7 +64,16 @@ class PerParameter(Optimizer, ABC):
         super().add_param_group(self._check({**self.defaults, **param_group}))
         for p in self.param_groups[-1]["params"]:
             if not (p.is_floating_point() or p.is_complex()):
-                raise ValueError(f"a parameter has dtype {p.dtype}; it must be floating-point")
+                raise ValueError(
+                    f"a parameter has dtype {p.dtype}; it must be floating-point or complex: "
+                    "convert it with .float(), or register it as a buffer"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self.defaults.keys() - {"differentiable"}:  # which torch adds
+            for group in self.param_groups:  # they may be older than an option
+                group.setdefault(name, self.defaults[name])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -93,7 +103,9 @@ class PerParameter(Optimizer, ABC):
         dict.
         """
         loaded: list[dict[str, Any]] = []  # the dict after all pre-hooks
-        first = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+        first = self.register_load_state_dict_pre_hook(
+            lambda _, given: loaded.append(self._checkpoint(given))
+        )
         last = self.register_load_state_dict_post_hook(
             lambda _: self._restore(loaded[-1]), prepend=True
         )
@@ -102,6 +114,17 @@ class PerParameter(Optimizer, ABC):
         finally:
             first.remove()
             last.remove()
+
+    def _checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint, or raise ValueError if another optimizer has saved it."""
+        name = type(self).__name__
+        for group in state_dict["param_groups"]:
+            if missing := [option for option in self.own_options if option not in group]:
+                raise ValueError(
+                    f"the checkpoint has no {', '.join(missing)}, so it is not of {name}: load it "
+                    f"into the optimizer that saved it, or start with a new {name}"
+                )
+        return state_dict
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]

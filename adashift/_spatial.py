@@ -29,7 +29,7 @@ def get_phi(phi: Phi) -> Callable[[Tensor], Tensor]:
     """
     if callable(phi):
         return phi
-    if phi not in PHI:
+    if not isinstance(phi, str) or phi not in PHI:
         raise ValueError(f"phi is {phi!r}; use one of {', '.join(PHI)} or a function of g²")
     return PHI[phi]
 

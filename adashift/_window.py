@@ -34,7 +34,7 @@ from adashift._base import ParamState
 
 CORRECTION, WEIGHT, BETA1, PEAKS = range(4)  # places in state["number"]; m peaks follow
 ERROR = WEIGHT  # a window with an end has no weight to follow, one without no error to bound
-UNKNOWN = -1.0  # the error after a step by a way that has no running sum
+UNKNOWN = -1.0  # the error after a step without a running sum; −k: k − 1 peaks are known again
 
 
 @lru_cache(64)
@@ -132,6 +132,6 @@ def forget_error(state: ParamState) -> None:
 
 def recover_error(state: ParamState) -> None:
     """Undo `forget_error`: find the largest gradient of every slot."""
-    if "slots" in state and state["number"][ERROR] == UNKNOWN:
+    if "slots" in state and state["number"][ERROR] < 0:
         state["number"][PEAKS:] = state["slots"].flatten(1).abs().amax(1)
         state["number"][ERROR] = inf

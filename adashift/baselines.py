@@ -31,6 +31,8 @@ class AdamNC(PerParameter):
         tensor([0.9000], requires_grad=True)
     """
 
+    own_options = ("beta1",)
+
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, beta1: float = 0.9, eps: float = 1e-8
     ) -> None:
@@ -72,6 +74,8 @@ class SpatialOnly(PerParameter):
         Parameter containing:
         tensor([0.9000, 0.4500], requires_grad=True)
     """
+
+    own_options = ("betas", "phi")
 
     def __init__(
         self,

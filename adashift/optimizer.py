@@ -30,16 +30,6 @@ PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 SHARED_WEIGHT = 0.01  # of gradients that v_t has seen, in the m_t of an endless window
 OPTIONS_OF_A_PLAN = ("fused", "foreach", "capturable", "phi", "n", "m", "state_dtype")
 SWITCHES = ("decoupled_weight_decay", "maximize", "capturable", "stochastic_rounding")
-LATER_OPTIONS = dict(  # options that the first checkpoints do not have
-    weight_decay=0.0,
-    decoupled_weight_decay=True,
-    maximize=False,
-    foreach=None,
-    fused=None,
-    capturable=False,
-    stochastic_rounding=False,
-    state_dtype=None,
-)
 
 
 class StepPlan(NamedTuple):
@@ -63,8 +53,9 @@ class AdaShift(PerParameter):
     alone would give steps of lr · 1e8.
 
     Start from ``lr`` ten times that of Adam, ``betas=(0.9, 0.999)`` and ``n=10``. ``phi="row"``
-    suits embeddings, ``n=44, m=math.inf`` needs half of Adam's memory. Weight decay is decoupled by
-    default, unlike Adam's. Other implementations call n ``keep_num`` and φ ``reduce_func``.
+    suits embeddings, ``n=44, m=math.inf`` needs half of Adam's memory. Unlike in Adam,
+    ``decoupled_weight_decay`` is True by default. Other implementations call n ``keep_num`` and φ
+    ``reduce_func``: torch.max is ``phi="max"``, None is ``phi="none"``.
 
     Args:
         params: parameters or parameter groups; every option below can differ per group.
@@ -107,6 +98,8 @@ class AdaShift(PerParameter):
         tensor([0.8053], requires_grad=True)
     """
 
+    own_options = ("n", "m", "phi")
+
     def __init__(
         self,
         params: ParamsT,
@@ -133,12 +126,6 @@ class AdaShift(PerParameter):
         options |= dict(foreach=foreach, fused=fused, capturable=capturable)
         options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
         super().__init__(params, options)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in LATER_OPTIONS.items():
-                group.setdefault(name, value)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +246,7 @@ class AdaShift(PerParameter):
 
 
 def warn_of_shared_gradients(beta1: float, n: int) -> None:
-    if beta1**n > SHARED_WEIGHT:
+    if beta1**n > SHARED_WEIGHT * 1.0001:  # 0.1**2 is rounded up
         enough = ceil(log(SHARED_WEIGHT) / log(beta1)) if beta1 < 1 else None
         fix = f"use n={enough} or more" if enough else "use betas[0] < 1"
         warnings.warn(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
 from adashift._spatial import PHI
-from adashift._window import compact, is_dense, is_plain, recover_error, total_weight
+from adashift._window import compact, is_dense, is_plain, total_weight
 
 TILE, LANES, WARPS = 1024, 1024, 8  # elements, and partial results, that a program takes at a time
 DEVICES = ("cuda",)  # torch uses this name for ROCm too
@@ -120,10 +120,7 @@ def table_parts(params: list[Tensor], states: list[ParamState], phi: str) -> dic
 
 def job(p: Tensor, state: ParamState, rows: int) -> list[int]:
     """The first columns of a parameter's row; its clock moves to the device."""
-    if state["step"].device != p.device:
-        if state["step"] > 0:  # else there is nothing to recover, and nothing to wait for
-            recover_error(state)
-        state["step"] = state["step"].to(p.device, non_blocking=True)
+    state["step"] = state["step"].to(p.device, non_blocking=True)
     state |= {name: compact(state[name]) for name in ("slots", "phi", "number") if name in state}
     names = ("sum", "slots", "v", "phi", "number", "step")
     return [address_of(p), *(address_of(state.get(name)) for name in names), p.numel(), rows]

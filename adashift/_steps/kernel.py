@@ -19,7 +19,7 @@ P, SUM, SLOTS, V, PHIS, NUMBER, STEP, SIZE, ROWS, KEY, FIRST_TILE, FIRST_PARTIAL
 MAX, MEAN, ROW, NONE = map(tl.constexpr, range(4))
 NEWEST, WINDOW, ENDLESS = map(tl.constexpr, range(3))  # m = 1, m > 1, m = inf
 CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, range(4))  # places in state["number"]
-ERROR, UNKNOWN = WEIGHT, tl.constexpr(-1.0)
+ERROR = WEIGHT
 # Triton would compile again for other values: their alignment changes with the list of parameters.
 PLAIN = ["table", "gradients", "tiles", "blocks", "tops", "squares", "plan", "lr_at", "n", "m"]
 
@@ -253,7 +253,7 @@ def finish_step(
             error = error_after(before, peak, leaving, beta1, total, last, UNIT)
             error = tl.where(again != 0, 2 * UNIT * total * total * peak, error)
             error *= 1 + 8 * UNIT  # for what has been rounded above
-            tl.store(number + ERROR, tl.where(before < 0, UNKNOWN, error))
+            tl.store(number + ERROR, tl.where((before < 0) & (before > -m), before - 1, error))
             tl.store(number + BETA1, beta1)
             tl.store(number + PEAKS + t % m, top)
         tl.store(address(row, STEP, tl.int64), t)

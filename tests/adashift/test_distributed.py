@@ -3,6 +3,7 @@
 import copy
 import time
 from datetime import timedelta
+from math import inf
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from adashift import AdaShift
 
 PHIS = ["max", "mean", "none"]
-SHARDED_PHIS = ["max", "mean", "none"]
+SHARDED = {phi: dict(phi=phi) for phi in (*PHIS, "row")}
+SHARDED |= {name: {name: True} for name in ("foreach", "fused", "capturable")}
+SHARDED |= {"endless": dict(n=2, m=inf, betas=(0.05, 0.999)), "m=1": dict(m=1)}
 WORLD, STEPS, SAVED, LIMIT = 2, 12, 5, 60
 
 pytestmark = [
@@ -26,14 +29,14 @@ pytestmark = [
 ]
 
 
-def build(phi="max", shard=None, **options):
+def build(shard=None, **options):
     """A net whose last bias has one element, so that the second process has an empty shard."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
     net = torch.nn.Sequential(*layers).double()
     if shard is not None:
         fully_shard(net, mesh=shard)
-    return net, AdaShift(net.parameters(), **{"lr": 0.05, "n": 2, "phi": phi, **options})
+    return net, AdaShift(net.parameters(), **{"lr": 0.05, "n": 2, **options})
 
 
 def train(net, opt, steps, rank=None):
@@ -63,28 +66,28 @@ def load(net, opt, saved, flat=False):
     dcp_state.set_optimizer_state_dict(net, opt, saved["opt"], options=options)
 
 
-def ddp(rank, mesh, folder, phi):
-    net, opt = build(phi)
+def ddp(rank, mesh, folder, name):
+    net, opt = build(**SHARDED[name])
     return train(DistributedDataParallel(net), opt, range(STEPS), rank)
 
 
-def fsdp(rank, mesh, folder, phi):
-    return train(*build(phi, mesh), range(STEPS), rank)
+def fsdp(rank, mesh, folder, name):
+    return train(*build(shard=mesh, **SHARDED[name]), range(STEPS), rank)
 
 
-def fsdp_resumed(rank, mesh, folder, phi):
-    net, opt = build(phi, mesh)
+def fsdp_resumed(rank, mesh, folder, name):
+    net, opt = build(shard=mesh, **SHARDED[name])
     train(net, opt, range(SAVED), rank)
-    dcp.save(states(net, opt), checkpoint_id=folder / f"checkpoint-{phi}")
-    net, opt = build(phi, mesh)
+    dcp.save(states(net, opt), checkpoint_id=folder / f"checkpoint-{name}")
+    net, opt = build(shard=mesh, **SHARDED[name])
     saved = states(net, opt)
-    dcp.load(saved, checkpoint_id=folder / f"checkpoint-{phi}")
+    dcp.load(saved, checkpoint_id=folder / f"checkpoint-{name}")
     load(net, opt, saved)
     return train(net, opt, range(SAVED, STEPS), rank)
 
 
 JOBS = [(ddp, phi) for phi in PHIS]
-JOBS += [(job, phi) for job in (fsdp, fsdp_resumed) for phi in SHARDED_PHIS]
+JOBS += [(job, name) for job in (fsdp, fsdp_resumed) for name in SHARDED]
 
 
 def work(rank, folder):
@@ -97,7 +100,7 @@ def work(rank, folder):
         timeout=timedelta(seconds=LIMIT),
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    results = {f"{job.__name__}-{phi}": job(rank, mesh, folder, phi) for job, phi in JOBS}
+    results = {f"{job.__name__}-{name}": job(rank, mesh, folder, name) for job, name in JOBS}
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -117,9 +120,9 @@ def trained(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
-def alone(phi):
-    start = train(*build(phi), [])
-    end = train(*build(phi), range(STEPS))
+def alone(name):
+    start = train(*build(**SHARDED[name]), [])
+    end = train(*build(**SHARDED[name]), range(STEPS))
     assert all((a != b).all() for a, b in zip(start, end, strict=True))
     return end
 
@@ -130,17 +133,17 @@ def test_ddp_equals_one_process(trained, phi):
         torch.testing.assert_close(results[f"ddp-{phi}"], alone(phi), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("phi", SHARDED_PHIS)
-def test_fsdp_equals_one_process(trained, phi):
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp_equals_one_process(trained, name):
     """φ reduces over the whole parameter, not over the local shard."""
     for results in trained:
-        torch.testing.assert_close(results[f"fsdp-{phi}"], alone(phi), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(results[f"fsdp-{name}"], alone(name), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("phi", SHARDED_PHIS)
-def test_sharded_checkpoint_resumes_bit_identically(trained, phi):
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_checkpoint_resumes_bit_identically(trained, name):
     for results in trained:
-        one, other = results[f"fsdp_resumed-{phi}"], results[f"fsdp-{phi}"]
+        one, other = results[f"fsdp_resumed-{name}"], results[f"fsdp-{name}"]
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from adashift import AdaShift
 from adashift._steps import gpu
-from adashift._window import CORRECTION, ERROR, forget_error
+from adashift._window import CORRECTION, ERROR, PEAKS, forget_error
 from adashift.reference import AdaShiftReference
 
 PHIS = ["max", "mean", "row", "none"]
@@ -260,18 +260,24 @@ def test_state_of_other_ways_and_of_checkpoints(monkeypatch):
         torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_unknown_error_means_a_sum_over_all_slots():
+def test_unknown_error_means_a_sum_over_all_slots_until_all_peaks_are_known():
     """As a step by torch.compile leaves it, with the clock on the device."""
     (p,), generator = parameters(torch.float64, (80,)), torch.Generator().manual_seed(0)
-    optimizer, oracle = make([p], n=3), AdaShiftReference(p, n=3)
-    for t in range(9):
-        p.grad = like(p, generator)
+    optimizer, oracle, errors = make([p], n=3), AdaShiftReference(p, n=3), []
+    for t in range(11):
+        p.grad = like(p, generator, math.exp(t % 4))
+        state = optimizer.state[p]
         if t == 5:
-            forget_error(optimizer.state[p])
-            optimizer.state[p]["sum"].fill_(7.0)
+            forget_error(state)
+            state["number"][PEAKS:] = math.nan  # whatever is there
+        if 5 <= t < 8:
+            state["sum"].fill_(7.0)
         expected = oracle.step(p.grad)
         optimizer.step()
+        errors.append(state["number"][ERROR].item())
         torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert errors[5:7] == [-2, -3] and 0 < errors[7] < errors[8] < 1e-12
+    assert state["number"][PEAKS:].isfinite().all()
 
 
 def test_a_step_is_noted_by_autograd_and_repeats_bit_by_bit():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from adashift import AdaShift
+from adashift import AdamNC, AdaShift, SpatialOnly
 from adashift.reference import AdaShiftReference
 
 WAYS = [{}, {"foreach": True}, {"fused": True}, {"capturable": True}]
@@ -293,8 +293,11 @@ def test_endless_window_warns_where_v_and_m_share_much():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(fused="yes"), "fused is 'yes'; it must be True or False or None"),
-        (dict(maximize=1), "maximize is 1; it must be True or False"),
+        (dict(fused="yes"), "fused is 'yes'; it must be True, False or None$"),
+        (dict(foreach=1), "foreach is 1; it must be True, False or None$"),
+        (dict(capturable=None), "capturable is None; it must be True or False$"),
+        (dict(maximize=1), "maximize is 1; it must be True or False$"),
+        (dict(phi=["max"]), r"phi is \['max'\]; use one of max, mean, row, none or a function"),
         (dict(state_dtype=torch.float16), "state_dtype is torch.float16; it must be None or"),
     ],
 )
@@ -304,5 +307,15 @@ def test_bad_switches_are_errors(options, message):
 
 
 def test_integer_parameters_are_errors():
-    with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point"):
+    with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point .*\.float\(\)"):
         AdaShift([torch.zeros(3, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("other", [torch.optim.Adam, torch.optim.SGD, AdamNC, SpatialOnly])
+def test_checkpoint_of_another_optimizer_is_an_error(other):
+    p, optimizer = trained({})
+    saved = other([p], lr=0.1).state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"has no n, m.*, so it is not of AdaShift: load"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
