@@ -37,12 +37,12 @@ SPECIAL_KEYS: dict[str, Any] = {
 
 
 class Tracking(BaseModel):
-    """Where W&B stores its copy of the record."""
+    """Where a tracker stores its copy of the record."""
 
     model_config = ConfigDict(extra="forbid")
-    mode: Literal["auto", "online", "offline", "off"]
-    project: str
-    entity: str | None
+    mode: Literal["auto", "online", "offline", "tensorboard", "off"]
+    project: str = "adashift"  # of W&B
+    entity: str | None = None
 
 
 class Config(BaseModel):
@@ -97,7 +97,11 @@ def canonical(node: Any) -> Any:
     {'_target_': 'Adam', '_version_': 1.0, 'lr': 1.0}
     """
     if isinstance(node, dict):
-        settings = {key: canonical(value) for key, value in node.items() if key not in SPECIAL_KEYS}
+        settings = {
+            key: canonical(value)
+            for key, value in node.items()
+            if key not in SPECIAL_KEYS and (key, value) != ("fused", None)  # the class's default
+        }
         if "_target_" not in node:
             return settings
         name = str(node["_target_"]).rpartition(".")[2]

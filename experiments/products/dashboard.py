@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.config.errors import ConfigError
+from experiments.config.errors import ConfigError, last_line
 from experiments.products.schema import Panel, Spec
 
 TITLE = "AdaShift: every figure of the paper"
@@ -13,15 +13,19 @@ TITLE = "AdaShift: every figure of the paper"
 def publish_dashboard(specs: dict[str, Spec], entity: str, project: str) -> str:
     """Save the report and return its URL; the keys of `specs` are the tags of the figures."""
     report = make_report(specs, entity, project)
-    report.save()
+    try:
+        report.save()
+    except ValueError as error:  # of each section, if the project does not exist
+        raise ConfigError(
+            f"W&B cannot build a report of {entity}/{project} ({last_line(error)}): "
+            "upload runs first, for example with make wandb-sync"
+        ) from error
     return str(report.url)
 
 
 def make_report(specs: dict[str, Spec], entity: str, project: str) -> Any:
-    try:
-        import wandb_workspaces.reports.v2 as wr
-    except ImportError as error:
-        raise ConfigError("wandb-workspaces is not installed: run make setup-cluster") from error
+    import wandb_workspaces.reports.v2 as wr  # late: it imports wandb
+
     blocks: list[Any] = [wr.TableOfContents()]
     for tag, spec in specs.items():
         runs = wr.Runset(

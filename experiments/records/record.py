@@ -30,7 +30,7 @@ from experiments.records.files import (
     write_text,
 )
 from experiments.records.status import Status
-from experiments.records.tracking import Mirror
+from experiments.records.tracking import track_run
 
 METRICS, INFO = "metrics.csv", "run.json"
 
@@ -57,7 +57,7 @@ class Record:
 
     def __enter__(self) -> Self:
         self.started, self.begun = time.time(), time.monotonic()
-        self.mirror = Mirror.of_run(self.config, self.folder, self.tags)
+        self.mirror = track_run(self.config, self.folder, self.tags)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(self.folder)
         if not is_final(self.folder):
@@ -81,7 +81,7 @@ class Record:
         self.file.truncate()
         self.file.write(state["metrics"])
         written = csv.DictReader(state["metrics"].splitlines())
-        for step, rows in groupby(written, key=itemgetter("step")):  # a new W&B run needs all
+        for step, rows in groupby(written, key=itemgetter("step")):  # a new copy needs all
             self.mirror.log(int(step), {row["metric"]: float(row["value"]) for row in rows})
 
     @property

@@ -227,6 +227,14 @@ def test_an_integer_and_the_equal_float_are_the_same_setting():
     assert len(digests) == 1
 
 
+def test_unset_fused_is_the_default_of_the_class():
+    """One file turns the kernel on for AdaShift; where nothing is stepped, it is turned off."""
+    node = {"_target_": "adashift.AdaShift", "lr": 1.0, "m": None}
+    assert schema.canonical(node | {"fused": None}) == schema.canonical(node)
+    assert schema.canonical(node | {"fused": False}) != schema.canonical(node)
+    assert schema.canonical(node) != schema.canonical({"_target_": "adashift.AdaShift", "lr": 1.0})
+
+
 def test_module_paths_and_hydra_flags_are_not_part_of_the_identity():
     node = {"_target_": "a.b.Thing", "size": 1, "inner": {"_target_": "c.load_it"}}
     moved = {"_target_": "x.Thing", "size": 1.0, "inner": {"_target_": "y.z.load_it"}}
