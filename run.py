@@ -19,9 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config.compose import resolve
 from experiments.config.errors import ConfigError, one_line_errors
 from experiments.config.paths import CONF
-from experiments.records.agreement import compare
 from experiments.records.run import Run
-from experiments.training.scheduler import RunOutcome
+from experiments.training.scheduler import UnfinishedRunError
 from experiments.training.signals import end_with_parent, exit_interrupted
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -29,7 +28,8 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_e
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
-def main(cfg: DictConfig) -> RunOutcome | None:
+def main(cfg: DictConfig) -> float | None:
+    """Train one run; inside a sweep, return the number that the sweeper optimizes."""
     about = HydraConfig.get()
     if parent_process() is not None:  # a worker of joblib
         end_with_parent()
@@ -38,25 +38,43 @@ def main(cfg: DictConfig) -> RunOutcome | None:
         run = Run(resolve(cfg.copy(), about.runtime.choices))
     # Imported late, with torch: mistakes are reported at once, and a launcher trains nothing.
     from experiments.products.specs import figures_using
+    from experiments.products.summaries import score
     from experiments.training.execute import execute
     from experiments.training.pool import attempt
 
     if in_sweep:
         outcome = attempt(run, figures_using, announce=say)
         say(str(outcome))
-        return outcome
-    with clean_exit():
-        say(execute(run, announce=say, tags=figures_using))
-        if agreement := compare(run):
-            say(f"compared with the published run: {agreement}")
+        if not outcome.status.is_final:
+            raise UnfinishedRunError(outcome)  # the sweeper finds it in Hydra's JobReturn
+        return score(run)
+    with clean_exit(), summarized(run):
+        execute(run, announce=say, tags=figures_using, shown=True)
     return None
+
+
+@contextmanager
+def summarized(run: Run) -> Iterator[None]:
+    """Print how the run ended, also if it failed or was interrupted after it began."""
+    from experiments.training.collectives import is_first
+    from experiments.training.run_summary import run_summary
+
+    before = run.info
+    try:
+        yield
+    except BaseException:
+        if is_first() and run.info != before:
+            say(run_summary(run))
+        raise
+    if is_first():  # the other processes of torchrun would read an incomplete record
+        say(run_summary(run))
 
 
 def say(line: str) -> None:
     from experiments.training.collectives import is_first  # process of torchrun
 
     if is_first():
-        print(line)
+        print(line, flush=True)
 
 
 @contextmanager

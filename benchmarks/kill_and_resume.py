@@ -16,7 +16,6 @@ from itertools import count, cycle
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from benchmarks.common import Benchmark, bullet_list, environment
 from experiments.config.compose import compose
@@ -114,7 +113,6 @@ def kill_repeatedly(whole: Run, run: Run, delays: Iterator[float], log: Path) ->
 
 def kill_all(folder: Path, log: Path, quick: bool, rng: random.Random) -> pd.DataFrame:
     """Kill runs of the problems in turn; return one row per kill."""
-    tqdm.monitor_interval = 0  # its monitor is a thread
     wholes = {name: run_of(name, folder / "undisturbed") for name in PROBLEMS}
     for run in wholes.values():
         execute(run)  # in this process, so that the forks share its imports and data

@@ -8,14 +8,17 @@
     python -m experiments status        finished, failed and missing runs, and the time left
     python -m experiments status figure-4 table-5    … of these, with commands for what is missing
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
+    python -m experiments show results/runs/mnist_lr/adam-f577cce9      curves in the terminal
+    python -m experiments show experiment=mnist_lr optimizer=adam,adashift --out curves.png
     python -m experiments report        one page with all results, report.html
     python -m experiments verify        train a published run of every experiment again and compare
     python -m experiments publish       add your runs to the published records and results
     python -m experiments dashboard     a W&B report with a section for every figure
 
-`all` instead of a number makes every figure or table. Words of the form key=value go to every run
-as in run.py: scale=smoke tracking=off. records=published uses published runs and never trains;
-records=all trains only what is neither yours nor published.
+`all` instead of a number makes every figure or table. `show` takes folders of runs (the folder of a
+setting has all its seeds), or the words of run.py that train them. For all others, words of the
+form key=value go to every run as in run.py: scale=smoke tracking=off. records=published uses
+published runs and never trains; records=all trains only what is neither yours nor published.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from experiments.products.make import (
     train_missing,
     update_verdicts,
 )
+from experiments.products.show import show_curves
 from experiments.products.specs import (
     asked_for,
     check_all_specs,
@@ -49,7 +53,6 @@ from experiments.products.specs import (
     specs,
 )
 from experiments.records.run import Run, all_runs
-from experiments.records.tracking import account
 from experiments.training.scheduler import FailedRunsError
 from experiments.training.signals import exit_interrupted
 
@@ -60,10 +63,19 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=sorted(COMMANDS), metavar="what")
-    parser.add_argument("words", nargs="*", metavar="number|all|key=value")
+    parser.add_argument("what", choices=sorted([*COMMANDS, "show"]), metavar="what")
+    parser.add_argument("words", nargs="*", metavar="number|all|folder|key=value")
     parser.add_argument("--extra", metavar="optimizer,…", help="more curves, for figures alone")
-    parsed = parser.parse_args(arguments)
+    parser.add_argument(
+        "--metric", metavar="name,…", default="", help="what show draws; may have *"
+    )
+    parser.add_argument("--out", metavar="file", type=Path, help="of show: .png, .pdf or .csv")
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.what == "show":
+        show_curves(parsed.words, listed(parsed.metric), parsed.out)
+        return
+    if parsed.metric or parsed.out:
+        raise ConfigError(f"{parsed.what} takes neither --metric nor --out: only show does")
     overrides = [word for word in parsed.words if "=" in word]
     names = [word for word in parsed.words if "=" not in word]
     refuse_other_runs(overrides)
@@ -81,10 +93,15 @@ def main(arguments: Sequence[str]) -> None:
 
 def optimizers_in(extra: str) -> list[str]:
     """The names in the value of --extra."""
-    names = [name.strip() for name in extra.split(",") if name.strip()]
+    names = listed(extra)
     if not names:
         raise ConfigError("--extra is empty: give optimizers, as in --extra lion,adamw")
     return names
+
+
+def listed(text: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -132,13 +149,14 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
-    from experiments.products.report import write_report
+    from experiments.products.report import BOTH, PUBLISHED, YOURS, Place, write_report
 
     config = compose(overrides)
     suffix = "-smoke" if config.scale == "smoke" else ""
-    own, published = (config.results, suffix), (config.published, suffix)
+    own = Place(config.results, suffix, YOURS)
+    published = Place(config.published, suffix, PUBLISHED)
     places = {"own": [own], "published": [published]}
-    places["all"] = [(config.results, f"{suffix}-all"), own, published]
+    places["all"] = [Place(config.results, f"{suffix}-all", BOTH), own, published]
     page = place({"": [Run(config)]}, "report").with_suffix(".html")
     write_report(places[config.records], page)
     print(page)
@@ -165,6 +183,7 @@ def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.dashboard import publish_dashboard
+    from experiments.records.tracking.wandb import account
 
     tracking = compose(overrides).tracking
     entity = account(tracking)

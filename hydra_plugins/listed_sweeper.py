@@ -6,8 +6,8 @@ Hydra finds sweepers only in a package of this name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -21,11 +21,19 @@ from experiments.config.compose import compose, expand
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.products.specs import asked_for, load_spec, refuse_other_runs
+from experiments.products.sweep_table import report_sweep
 from experiments.records.files import WriteError
 from experiments.records.record import KILLED
 from experiments.records.run import Run, all_runs
 from experiments.records.status import Status
-from experiments.training.scheduler import RunOutcome, describe, train_all
+from experiments.training.scheduler import (
+    FailedRunsError,
+    RunOutcome,
+    UnfinishedRunError,
+    describe,
+    train_all,
+)
+from experiments.training.slurm import ask_squeue_without_accounting
 
 FOR_THE_SWEEP = ("runs", "sweep", "engine")  # keys that are not part of a run
 
@@ -56,6 +64,8 @@ class ListedSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
+        if choices["hydra/launcher"] == "submitit_slurm":
+            ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
         engine = [f"engine={choices['engine']}"] if choices["engine"] else []
         self.shared = ["hydra.mode=MULTIRUN", *engine]  # the mode may come from conf/sweep
@@ -68,7 +78,12 @@ class ListedSweeper(Sweeper):
         if not jobs:
             raise ConfigError("the sweep has no runs: check its ranges")
         self.words = {folder: job.words for folder, job in jobs.items()}
-        train_all([job.run for job in jobs.values()], self.launch, "sweep")
+        try:
+            train_all([job.run for job in jobs.values()], self.launch, "sweep")
+        except FailedRunsError:
+            print_report(jobs.values())
+            raise
+        print_report(jobs.values())
 
     def jobs(self, arguments: Sequence[str]) -> list[Job]:
         """Compose the runs here, so that a mistake stops the sweep before anything is trained."""
@@ -99,16 +114,24 @@ class ListedSweeper(Sweeper):
             jobs = self.launcher.launch(words, initial_job_idx=self.launched - len(runs))
         except Exception as error:  # a process was killed: launchers then give up all jobs
             return [(run, given_up(run, error)) for run in runs]
-        return list(zip(runs, map(outcome_of, jobs), strict=True))
+        return [(run, outcome_of(run, job)) for run, job in zip(runs, jobs, strict=True)]
 
 
-def outcome_of(job: JobReturn) -> RunOutcome:
-    """Return the outcome that run.py returned, or why it could not."""
+def print_report(jobs: Iterable[Job]) -> None:
+    print("\n".join(report_sweep([*jobs])), flush=True)
+
+
+def outcome_of(run: Run, job: JobReturn) -> RunOutcome:
+    """Return how the job of a run ended; what run.py returns is for other sweepers."""
     if job.status is not JobStatus.FAILED:
-        return cast(RunOutcome, job.return_value)
-    if isinstance(job._return_value, WriteError):
-        raise job._return_value  # a full disk stops the sweep
-    return RunOutcome(Status.FAILED, describe(job._return_value))
+        return RunOutcome(run.status)
+    match job._return_value:
+        case WriteError() as error:
+            raise error  # a full disk stops the sweep
+        case UnfinishedRunError(outcome=outcome):
+            return outcome
+        case error:
+            return RunOutcome(Status.FAILED, describe(error))
 
 
 def given_up(run: Run, error: Exception) -> RunOutcome:

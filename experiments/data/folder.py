@@ -35,7 +35,7 @@ from experiments.data.files import (
     only_process,
 )
 from experiments.data.images import ImageSet, decode, error_text, on_device, require_memory
-from experiments.progress import progress
+from experiments.progress import Progress
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LITTER = ("__MACOSX", "Thumbs.db", "desktop.ini")  # files of file managers, besides dot files
@@ -298,12 +298,13 @@ def write_pixels(
     shape = (len(names), 3, size, size)
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(out, header)
-    bar = progress(total=len(names), unit=" images")
-    with bar, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    progress = Progress("image").begin(len(names))
+    with progress, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for start in range(0, len(names), DECODE_BATCH):
             part = list(pool.map(pixels, names[start : start + DECODE_BATCH]))
             out.write(np.stack(part).tobytes())
-            bar.update(len(part))
+            progress.advance(len(part))
+            progress.log({})
 
 
 # One folder per class

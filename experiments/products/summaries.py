@@ -6,9 +6,27 @@ Each takes the metrics of a run, a row per step, and the name of the metric.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nan
 
 import numpy as np
 import pandas as pd
+
+from experiments.records.run import Run
+from experiments.records.status import Status
+
+WORST = {"highest": -inf, "lowest": inf, None: nan}
+
+
+def score(run: Run) -> float:
+    """Return what a sweeper optimizes: the main metric, as the mean over the last tenth of a run.
+
+    Sweepers maximize it if `best` is highest and minimize it if `best` is lowest. A run that
+    diverged has the worst value: -inf or inf. NaN: the run has no main metric, or no best.
+    """
+    if run.status == Status.DIVERGED:
+        return WORST[run.config.best]
+    metrics, main = run.metrics(), next(iter(run.config.metrics), "")
+    return tail_mean(metrics, main) if main in metrics else nan
 
 
 def first(metrics: pd.DataFrame, metric: str) -> float:

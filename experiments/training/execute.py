@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
+from experiments.progress import Progress
 from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
@@ -28,8 +28,10 @@ from experiments.training.device import device_for, noted_kernels, set_up_torch
 from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
+from experiments.training.run_summary import shown_path
 from experiments.training.scheduler import scale_notice
 from experiments.training.signals import stop_request
+from experiments.training.watch import RunProgress
 
 Announce = Callable[[str], None]
 Tags = Callable[[Run], list[str]]
@@ -44,11 +46,12 @@ def execute(
     announce: Announce = lambda line: None,
     wait: bool = True,
     tags: Tags = no_tags,
+    shown: bool = False,
 ) -> Status:
     """Train the run, or the rest of it, unless it is finished; return its status.
 
     If another process is training the run, wait for that process or, with wait=False, return
-    RUNNING. `tags` gives the tags of a run that is tracked.
+    RUNNING. `tags` gives the tags of a run that is tracked. With shown=True, its progress is shown.
     """
     if stop_request.received:
         raise KeyboardInterrupt
@@ -68,7 +71,7 @@ def execute(
             if run.done and run.info != before:
                 announce(f"another process has trained it: {shown_path(run.folder)}")
                 return run.status
-            return execution.lead(group, announce, tags)
+            return execution.lead(group, announce, tags, shown)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Execution:
     task: Task | Measurement
     training: partial[Status]  # lacks the record and the checkpoint
 
-    def lead(self, group: ProcessGroup, announce: Announce, tags: Tags) -> Status:
+    def lead(self, group: ProcessGroup, announce: Announce, tags: Tags, shown: bool) -> Status:
         """Train, and write the record and checkpoints; the caller holds the lock."""
         run, checkpoint = self.run, checkpoint_of(self.run, self.device)
         if run.config.force or not self.task.resumable:
@@ -89,7 +92,7 @@ class Execution:
         announce(f"{scale_notice(run.config)}{self.length()}: {shown_path(run.folder)}")
         labels = tags(run) if is_tracked(run.config) else []
         with Record(run.folder, run.config, run.command(), labels) as record:
-            self.train_into(record, checkpoint, group)
+            self.train_into(record, checkpoint, group, RunProgress(run, self.unit, shown))
         if record.status == Status.INTERRUPTED:
             raise KeyboardInterrupt
         checkpoint.remove()
@@ -97,12 +100,15 @@ class Execution:
             announce(f"diverged: a loss or a parameter was NaN or inf at step {record.step:,}")
         return record.status
 
-    def train_into(self, record: Record, checkpoint: Checkpoint, group: ProcessGroup) -> None:
+    def train_into(
+        self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: Progress
+    ) -> None:
         record.about = {"deterministic": self.deterministic}
-        resuming = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
+        load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
+        resuming = load if self.task.resumable else {}
         group.start()
         with noted_kernels() as kernels:
-            record.status = self.training(record=record, **resuming if self.task.resumable else {})
+            record.status = self.training(record=record, progress=progress, **resuming)
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
 
@@ -116,6 +122,10 @@ class Execution:
 
     def length(self) -> str:
         return f", {self.training.keywords['steps']:,} steps" if isinstance(self.task, Task) else ""
+
+    @property
+    def unit(self) -> str:
+        return "step" if isinstance(self.task, Task) else "row"
 
 
 def report_done(run: Run, announce: Announce) -> Status:
@@ -148,8 +158,7 @@ def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, p
     else:
         loop = prepare_training(config, task)
     torch.manual_seed(config.seed)  # for dropout, which uses the global generator
-    title = f"{config.experiment} {config.optimizer_name} seed {config.seed}"
-    return task, partial(loop, title=title)
+    return task, loop
 
 
 def prepare_training(config: Config, task: Task) -> partial[Status]:
@@ -193,11 +202,6 @@ def length_of(config: Config, task: Task) -> tuple[int, int]:
             f"{key}=null is invalid: {config.experiment} has no epochs; set {key} explicitly"
         )
     return steps, log_every
-
-
-def shown_path(path: Path) -> str:
-    """Return the path as typed on the command line."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experiments.config.errors import ConfigError, last_line
-from experiments.progress import progress
+from experiments.progress import Progress
 from experiments.records.status import Status
 from experiments.task import CustomStep, Metrics, Step, Task
 from experiments.training.checkpoint import Checkpoint
@@ -37,6 +37,7 @@ class Training:
     task: Task
     optimizers: Mapping[str, torch.optim.Optimizer]
     record: Log
+    progress: Progress = field(default_factory=lambda: Progress(shown=False))
     done: int = 0  # steps taken
     losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
 
@@ -73,12 +74,18 @@ class Training:
             self.losses[f"{step.player}/loss"].append(loss)
         self.task.after_step()
         self.done += step.size
+        self.progress.advance(step.size)
+
+    def newest_losses(self) -> Metrics:
+        """Return the loss of each player's last step; waits for the device."""
+        return {name: float(parts[-1]) for name, parts in self.losses.items()}
 
     def log(self, metrics: Metrics) -> bool:
         """Record metrics and mean losses; return whether they and all parameters are finite."""
         metrics |= {name: mean_loss(parts) for name, parts in self.losses.items()}
         self.losses.clear()
         self.record.log(self.done, metrics)
+        self.progress.log(metrics)
         return all(map(math.isfinite, metrics.values())) and self.finite()
 
     @torch.no_grad()
@@ -97,7 +104,7 @@ def train(
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None = None,
-    title: str = "",
+    progress: Progress | None = None,
     load: Callable[[], dict[str, Any] | None] = lambda: None,
     checkpoint: Checkpoint | None = None,
 ) -> Status:
@@ -108,12 +115,12 @@ def train(
     `schedule` maps the fraction of steps done to a factor of the learning rates. It resumes
     from the state that `load` returns, unless that is None.
     """
-    training = Training(task, optimizers, record)
+    training = Training(task, optimizers, record, progress or Progress(shown=False))
     restore(training, load())
-    bar = progress(total=steps, initial=training.done, desc=title, unit="step", unit_scale=True)
+    training.progress.begin(steps, training.done, training.newest_losses)
     try:
-        with bar, answered_after_a_step():
-            return take_steps(training, steps, log_every, schedule, checkpoint, bar.update)
+        with training.progress, answered_after_a_step():
+            return take_steps(training, steps, log_every, schedule, checkpoint)
     except OSError:
         raise
     except Exception:
@@ -141,14 +148,12 @@ def take_steps(
     log_every: int,
     schedule: Callable[[float], float] | None,
     checkpoint: Checkpoint | None,
-    advance_bar: Callable[[int], object],
 ) -> Status:
     task, record = training.task, training.record
     for step in task.steps():
         if schedule is not None:
             set_rates(training.optimizers, schedule(training.done / steps))
         training.take(step)
-        advance_bar(step.size)
         over = training.done >= steps
         if over or training.done // log_every > (training.done - step.size) // log_every:
             if not training.log(task.evaluate_at_end() if over else task.evaluate()):

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from experiments.progress import progress
+from experiments.progress import Progress
 from experiments.records.record import Record
 from experiments.records.status import Status
 from experiments.task import Measurement
@@ -22,7 +22,7 @@ def measure(
     *,
     steps: int | None,
     log_every: int,
-    title: str = "",
+    progress: Progress | None = None,
 ) -> Status:
     """Compute at most `steps` rows; return FINISHED, DIVERGED or INTERRUPTED.
 
@@ -30,11 +30,15 @@ def measure(
     starting at 1. A recorded row with NaN or inf ends the run as diverged.
     """
     rows = islice(measurement.rows(optimizer), steps)
-    with answered_after_a_step(), progress(rows, desc=title, unit="row") as bar:
+    progress = (progress or Progress(shown=False)).begin(total=None)  # `steps` is only a limit
+    with progress, answered_after_a_step():
         step, row = 0, dict[str, float]()
-        for step, row in enumerate(bar, start=1):
-            if (step % log_every == 0 or step == steps) and not log_finite(record, step, row):
-                return Status.DIVERGED
+        for step, row in enumerate(rows, start=1):
+            progress.advance()
+            if step % log_every == 0 or step == steps:
+                progress.log(row)
+                if not log_finite(record, step, row):
+                    return Status.DIVERGED
             if stop_request.received and step != steps:
                 return Status.INTERRUPTED
     # The rows may end before `steps`, after a row that was not recorded.

@@ -17,11 +17,12 @@ from typing import Protocol
 
 from experiments.config.errors import ConfigError, last_line
 from experiments.config.schema import Config
-from experiments.progress import progress
 from experiments.records.files import locked
 from experiments.records.record import Record
 from experiments.records.run import Run
 from experiments.records.status import Status
+from experiments.records.tracking import prepare
+from experiments.training.watch import Watch
 
 COMMANDS_SHOWN = 3  # commands of runs that failed for the same reason
 
@@ -36,6 +37,14 @@ class RunOutcome:
 
     def __str__(self) -> str:
         return f"failed: {self.error}" if self.status.is_failure else self.status
+
+
+class UnfinishedRunError(ConfigError):
+    """A job of a sweep whose run has no result; `outcome` says why."""
+
+    def __init__(self, outcome: RunOutcome) -> None:
+        super().__init__(outcome)  # the only argument, so that it can be pickled
+        self.outcome = outcome
 
 
 class Engine(Protocol):
@@ -59,10 +68,11 @@ def train_all(runs: Sequence[Run], engine: Engine, title: str) -> None:
     ready = f", {len(runs) - len(missing)} already finished" if len(missing) < len(runs) else ""
     scale = scale_notice(runs[0].config)
     print(f"{title}: {len(missing)} runs to train at {scale}{ready}", flush=True)
+    prepare(run.config for run in missing)
     failures = dict[Path, RunOutcome]()
-    with progress(total=len(missing), desc=title, unit="run") as bar:
+    with Watch(missing, title) as watch:
         for run, outcome in outcomes_of(missing, engine):
-            bar.update()
+            watch.note_end(run, outcome.status)
             if outcome.status.is_failure:
                 failures[run.folder] = outcome
     if failures:

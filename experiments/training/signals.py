@@ -14,6 +14,8 @@ from multiprocessing import parent_process
 from types import FrameType
 from typing import NoReturn
 
+from experiments.progress import message
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -32,7 +34,7 @@ class StopRequest:
         self.received = signal.Signals(number)
         if parent_process() is None:
             again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            print(f"\nstopping after this step{again}", file=sys.stderr)
+            message(f"stopping after this step{again}")
 
 
 stop_request = StopRequest()

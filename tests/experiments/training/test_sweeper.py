@@ -1,5 +1,7 @@
 """`run.py -m`: which runs a sweep has, and how Hydra's launchers train them."""
 
+import math
+import os
 import shlex
 import subprocess
 import sys
@@ -15,18 +17,24 @@ from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.products.specs import load_spec
 from experiments.products.status import status_lines
+from experiments.products.summaries import score
 from experiments.records.files import WriteError, locked
 from experiments.records.record import KILLED
 from experiments.records.run import Run
 from experiments.records.status import Status
 from experiments.training.execute import no_tags
 from experiments.training.pool import attempt
-from experiments.training.scheduler import RunOutcome
+from experiments.training.scheduler import UnfinishedRunError
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 
 def train_here(words):
-    return attempt(Run(compose(words)), no_tags)
+    """Do what run.py does in a job."""
+    run = Run(compose(words))
+    outcome = attempt(run, no_tags)
+    if not outcome.status.is_final:
+        raise UnfinishedRunError(outcome)
+    return score(run)
 
 
 class Launcher:
@@ -99,7 +107,7 @@ def test_runs_without_a_name_is_reported():
 
 def test_points_are_combined_with_the_values_of_the_command_line(sweep):
     seen = []
-    launcher = Launcher(train=lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
+    launcher = Launcher(train=lambda words: seen.append(words))
     points = ["optimizer.lr=0.1 optimizer.eps=1", "optimizer.lr=0.2 optimizer.eps=2"]
     sweep(launcher, "seed=0,1", points=points)
     assert launcher.batches == [["0", "1", "0", "1"]]
@@ -131,7 +139,7 @@ def test_a_job_has_the_mode_and_the_engine_of_its_sweep(tmp_path, monkeypatch):
     The mode may come from conf/sweep, which is not part of a job.
     """
     seen = []
-    launcher = Launcher(lambda words: seen.append(words) or RunOutcome(Status.FINISHED))
+    launcher = Launcher(lambda words: seen.append(words))
     monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **about: launcher)
     monkeypatch.setenv("PYTHONPATH", "")
     choices = {"hydra/launcher": "joblib", "engine": "joblib"}
@@ -186,7 +194,9 @@ def test_a_killed_process_costs_only_its_own_run(sweep, capsys):
     assert launcher.batches == [["0", "1", "2", "3"], ["2", "3"], ["1"]]
     states = [run.status for run in sweep.runs(range(4))]
     assert states == [Status.FINISHED, Status.KILLED, Status.FINISHED, Status.FINISHED]
-    assert f"failed: {KILLED}\n" in capsys.readouterr().err  # whatever the launcher calls it
+    printed = capsys.readouterr()
+    assert f"failed: {KILLED}\n" in printed.err  # whatever the launcher calls it
+    assert "| 3 finished, 1 killed |" in printed.out  # the table of the sweep
 
 
 def test_a_process_killed_before_its_run_begins_costs_only_its_own_run(sweep, capsys):
@@ -285,3 +295,71 @@ def test_a_full_disk_stops_run_py_after_the_first_run(sweep, tmp_path):
     assert out.returncode == 1 and second.status == Status.MISSING
     assert out.stderr.startswith("error: ") and "No space left" in out.stderr
     assert out.stderr.count("\n") == 1
+
+
+# -- other sweepers ----------------------------------------------------------------------------
+
+
+TERNARY_SEARCH = """
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class TernarySearch(Sweeper):
+    def __init__(self, params, points):
+        self.low, self.high = -4.0, 12.0
+
+    def setup(self, **context):
+        self.launcher = Plugins.instance().instantiate_launcher(**context)
+
+    def value(self, exponent, arguments):
+        jobs = self.launcher.launch([[*arguments, f"optimizer.lr={10**exponent}"]], 0)
+        print("value", 10**exponent, jobs[0].return_value)
+        return jobs[0].return_value
+
+    def sweep(self, arguments):
+        for _ in range(8):
+            third = (self.high - self.low) / 3
+            left, right = self.low + third, self.high - third
+            if self.value(left, arguments) < self.value(right, arguments):
+                self.high = right
+            else:
+                self.low = left
+"""
+
+
+def test_another_sweeper_optimizes_what_run_py_returns(tmp_path):
+    """`best` of ill_conditioned is lowest; runs with a large learning rate diverge."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins/ternary_search.py").write_text(TERNARY_SEARCH)
+    words = ["hydra.sweeper._target_=hydra_plugins.ternary_search.TernarySearch", "scale=smoke"]
+    words += ["experiment=ill_conditioned", "optimizer=sgd", "tracking=off", "results=results"]
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *words]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert out.returncode == 0, out.stderr
+    rows = [map(float, line.split()[1:]) for line in out.stdout.splitlines() if "value" in line]
+    values = dict(rows)
+    assert values[max(values)] == math.inf  # it diverged
+    best = min(values, key=values.get)
+    shared = [*words[1:], f"results={tmp_path}/results"]
+    rates = [best / 10, best, best * 10]
+    runs = [Run(compose([*shared, f"optimizer.lr={rate}"])) for rate in rates]
+    for run in runs:
+        attempt(run, no_tags)
+    assert values[best] == score(runs[1]) == min(score(run) for run in runs)
+
+
+def test_the_score_of_a_run_is_its_main_metric_over_the_last_tenth(sweep):
+    (run,) = sweep.runs([0])
+    attempt(run, no_tags)
+    curve = run.metrics()["validation_accuracy"]
+    assert len(curve) == 20 and score(run) == curve.iloc[-2:].mean()
+
+
+@pytest.mark.parametrize(("best", "worst"), [("highest", -math.inf), ("lowest", math.inf)])
+def test_a_run_that_diverged_has_the_worst_score(sweep, best, worst):
+    (run,) = sweep.runs([0])
+    begin(run)
+    (run.folder / "run.json").write_text('{"status": "diverged"}')
+    assert score(Run(run.config.model_copy(update={"best": best}))) == worst
+    assert math.isnan(score(Run(run.config.model_copy(update={"best": None}))))
