@@ -1,6 +1,6 @@
 """The counterexamples: gradients, and the path of θ computed by filters and step by step."""
 
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from adashift import AdaShift
 from adashift.analysis.trajectory import chain_of
+from experiments.task import Step
 from experiments.tasks import counterexample
 from experiments.tasks.beta_grid import gradient_streams
 from experiments.tasks.counterexample import Sequential, Stochastic, Trajectory, numpy_generator
@@ -199,3 +200,63 @@ def test_no_relative_regret_if_all_theta_are_equally_good():
 def test_the_last_block_ends_with_the_run():
     task = Trajectory(Stochastic(6, 1), 11, 0, None, seed=0, device=CPU, length=25)
     assert [step.size for step in islice(task.steps(), 3)] == [11, 11, 3]
+
+
+@pytest.mark.parametrize("bounds", [None, BOX], ids=["free", "box"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        partial(Adam, lr=0.3, amsgrad=True),
+        partial(torch.optim.NAdam, lr=0.3),
+        partial(AdaShift, lr=0.3, n=30),
+        partial(RMSprop, lr=0.3),  # stepped
+    ],
+)
+@pytest.mark.parametrize("warm_up", [0, 23])
+def test_a_resumed_run_has_the_same_metrics(make, warm_up, bounds):
+    whole = blocks_of(trajectory(warm_up=warm_up, bounds=bounds), make, 9)
+    stopped = trajectory(warm_up=warm_up, bounds=bounds)
+    optimizer = make([stopped.theta])
+    for step in islice(stopped.steps(), 4):
+        step.take(optimizer)
+    resumed = trajectory(warm_up=warm_up, bounds=bounds)
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.theta.data.copy_(stopped.theta)
+
+    def make_resumed(params):
+        again = make(params)
+        again.load_state_dict(optimizer.state_dict())
+        return again
+
+    assert blocks_of(resumed, make_resumed, 5) == whole[4:]
+
+
+def test_gradients_set_directly_are_those_of_backward():
+    g = np.random.default_rng(0).normal(size=200)
+    task, plain = trajectory(), trajectory()
+    path = task.take_steps(RMSprop([task.theta], lr=0.3), g)
+    optimizer = RMSprop([plain.theta], lr=0.3)
+    for theta, slope in zip(path, g, strict=True):
+        Step("theta", lambda slope=slope: plain.theta * slope).take(optimizer)
+        assert plain.theta.item() == theta
+
+
+def test_hooks_and_decorators_of_a_step_are_kept():
+    calls = []
+
+    class Counted(SGD):
+        @wraps(SGD.step)  # copies the mark of torch's own wrapper
+        def step(self, closure=None):
+            calls.append("decorated")
+            return super().step(closure)
+
+    for make in (SGD, Counted):
+        task = trajectory()
+        optimizer = make([task.theta], lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+        task.take_steps(optimizer, np.ones(2))
+    assert calls.count("decorated") == 2 and calls.count("hook") == 4
+    task = trajectory()
+    task.take_steps(Counted([task.theta], lr=0.1), np.ones(3))
+    assert calls.count("decorated") == 5
