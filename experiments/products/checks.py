@@ -63,8 +63,9 @@ def check_content(spec: Spec, kind: str) -> None:
         raise ConfigError(f"a {kind} needs {' or '.join(wanted)}: add them")
     if not spec.runs:
         raise ConfigError("it names no runs: add `runs`")
-    for name in spec.once:
-        check_name("once", "runs", name, spec.runs)
+    for key, names in (("once", spec.once), ("labels", spec.labels)):
+        for name in names:
+            check_name(key, "runs", name, spec.runs)
     for place, run, metric in metrics_read(spec):
         check_name(place, "runs", run, spec.runs)
         check_metric(place, metric, (*spec.base, *spec.runs[run]))
@@ -126,7 +127,7 @@ def check_rule(spec: Spec) -> None:
 def check_seeds(spec: Spec) -> None:
     """Raise an error for a claim on one seed: an interval needs more, unless one settles it."""
     for claim in spec.claims if spec.seeds == 1 else ():
-        names = {name for part in claim.parts for name in part.runs()} - {*spec.once}
+        names = claim.runs() - {*spec.once}
         if names:
             raise ConfigError(
                 f"claim {claim.id} compares {' and '.join(sorted(names))} with one seed: raise "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 
 from experiments.config.errors import ConfigError
 from experiments.products.markdown import markdown_table
+from experiments.products.names import Names, comparison_name, run_names
 from experiments.products.schema import Claim, Comparison, Spec
 from experiments.products.summaries import STATISTICS
 from experiments.records.files import write_if_changed
@@ -29,7 +30,6 @@ WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 class ComparisonResult:
     """The result of a comparison: the mean difference, its 95 % interval and the verdict."""
 
-    words: str
     effect: float
     low: float
     high: float
@@ -38,24 +38,21 @@ class ComparisonResult:
 
     def __str__(self) -> str:
         span = "" if self.low == self.high else f" [{self.low:.4g}, {self.high:.4g}]"
-        return f"{self.words}: {self.effect:.4g}{span}"
+        return f"{self.effect:.4g}{span}"
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
 def judge_part(claim: Claim, part: Comparison, groups: Groups) -> ComparisonResult:
     metric, statistic = claim.metric_of(part), claim.statistic_of(part)
     left = side(part.left, groups, metric, statistic)
-    words = f"{side_text(part.left)}, {statistic} {metric}"
-    if isinstance(part.right, float):
-        difference = left - part.right
-        words += f" {'−' if part.right > 0 else '+'} {abs(part.right):g}" if part.right else ""
-    else:
-        difference = left - side(part.right, groups, metric, statistic)
-        words = f"{side_text(part.left)} − {side_text(part.right)}, {statistic} {metric}"
+    right = part.right
+    difference = left - (
+        right if isinstance(right, float) else side(right, groups, metric, statistic)
+    )
     low, high = interval(difference)
     verdict = verdict_of(part.relation, low, high, part.margin)
     effect, n = float(difference.mean()), len(difference)
-    return ComparisonResult(words, effect, low, high, n, verdict)
+    return ComparisonResult(effect, low, high, n, verdict)
 
 
 def side(
@@ -66,10 +63,6 @@ def side(
         return values(groups[names], metric, statistic)
     table = np.broadcast_arrays(*(values(groups[name], metric, statistic) for name in names))
     return np.asarray(np.ptp(table, axis=0))
-
-
-def side_text(names: str | list[str]) -> str:
-    return names if isinstance(names, str) else f"spread over {', '.join(names)}"
 
 
 def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float64]:
@@ -106,14 +99,14 @@ def verdict_of(relation: str, low: float, high: float, margin: float) -> str:
     return "holds" if inside else "fails" if outside else "inconclusive"
 
 
-def judge_claim(claim: Claim, groups: Groups) -> dict[str, str]:
-    """A row of claims.csv."""
+def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
+    """A row of claims.csv; `names` are those of the runs in words."""
     about = verdict_row(claim, groups)
     outcomes = [judge_part(claim, part, groups) for part in claim.parts]
     verdict = min((o.verdict for o in outcomes), key=WORST_FIRST.index)
     return about | {
         "verdict": verdict,
-        "numbers": "; ".join(map(str, outcomes)),
+        "numbers": numbers_text(claim, map(str, outcomes), names),
         "seeds": str(max(o.n for o in outcomes)),
         "commit": " ".join(sorted({str(r.info.get("commit")) for r in needed(claim, groups)})),
         "records": "yes",
@@ -137,13 +130,20 @@ def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
     }
 
 
-def wording(row: Mapping[str, str]) -> dict[str, str]:
-    return {key: row[key] for key in ("place", "claim", "why")}
+def numbers_text(claim: Claim, values: Iterable[str], names: Names) -> str:
+    parts = zip(claim.parts, values, strict=True)
+    return "; ".join(f"{comparison_name(claim, part, names)}: {value}" for part, value in parts)
+
+
+def reworded(row: Mapping[str, str], claim: Claim, names: Names) -> dict[str, str]:
+    """The row with the text that conf/ has now; its verdict and its numbers stay the same."""
+    values = [number.rpartition(": ")[2] for number in row["numbers"].split("; ")]
+    text = {"place": claim.place, "claim": claim.text, "why": claim.why}
+    return {**row, **text, "numbers": numbers_text(claim, values, names)}
 
 
 def needed(claim: Claim, groups: Groups) -> list[Run]:
-    names = {name for part in claim.parts for name in part.runs()}
-    return [run for name in groups if name in names for run in groups[name]]
+    return [run for name in groups if name in claim.runs() for run in groups[name]]
 
 
 def key(claim: Claim, groups: Groups) -> str:
@@ -175,14 +175,14 @@ def judge_spec(
 
     For the others, a verdict on the same claim that was `published` without records is kept.
     """
-    rows = []
+    rows, names = [], run_names(spec)
     for claim in spec.claims:
         new, old = verdict_row(claim, groups), published.get(claim.id, {})
         if all(run.done for run in needed(claim, groups)):
-            rows.append(judge_claim(claim, groups))
+            rows.append(judge_claim(claim, groups, names))
         else:
             same = old.get("records") == WITHOUT and old.get("key") == new["key"]
-            rows.append({**old, **wording(new)} if same else new)
+            rows.append(reworded(old, claim, names) if same else new)
     return rows
 
 

@@ -61,7 +61,7 @@ class RunGroup:
 
     @property
     def style(self) -> dict[str, Any]:
-        look = self.look or looks_of([self.optimizer])[0]
+        look = self.look or looks_of([(self.optimizer, {})])[0]
         return {"color": look.color, "linestyle": (0, look.dashes) if look.dashes else "-"}
 
     def table(self, metric: str) -> pd.DataFrame:
@@ -123,8 +123,8 @@ def run_group(name: str, label: str | None, groups: Groups) -> RunGroup:
 
 
 def shaded(members: Sequence[RunGroup]) -> list[RunGroup]:
-    """Curves of one optimizer share its colour and differ in their shade and dashes."""
-    looks = looks_of([group.optimizer for group in members])
+    """Give each group its look among the others of the panel."""
+    looks = looks_of([(g.optimizer, g.runs[0].config.optimizer) for g in members])
     return [replace(group, look=look) for group, look in zip(members, looks, strict=True)]
 
 
@@ -133,7 +133,7 @@ def curves(ax: Axes, groups: Sequence[RunGroup], panel: CurvesPanel) -> pd.DataF
     table = pd.concat([numbers_of(group, panel.metric, smooth, orders) for group in groups])
     for group in groups:
         part = table[table["curve"] == group.label].set_index("step")
-        draw_curve(ax, part, group, prefix_of(smooth, orders), orders)
+        draw_curve(ax, part, group, prefix_of(smooth, orders), orders, 0.54 / max(3, len(groups)))
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     ax.legend(loc=panel.legend, fontsize=8)
@@ -145,7 +145,11 @@ def prefix_of(smooth: int, orders: bool) -> str:
     return ("log10_" if orders else "") + ("smooth_" if smooth > 1 else "")
 
 
-def draw_curve(ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, orders: bool) -> None:
+def draw_curve(
+    ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, orders: bool, opacity: float
+) -> None:
+    """Draw the mean, and a band of one standard deviation with this opacity."""
+
     def shown(values: pd.Series) -> pd.Series:
         return 10.0**values if orders else values
 
@@ -155,7 +159,7 @@ def draw_curve(ax: Axes, part: pd.DataFrame, group: RunGroup, prefix: str, order
         ax.plot(raw.index, shown(raw), lw=0.6, alpha=0.3, color=color)
     ax.plot(middle.index, shown(middle), label=group.label, lw=1.4, **group.style)
     band = shown(middle - spread), shown(middle + spread)
-    ax.fill_between(middle.index, *band, alpha=0.18, lw=0, color=color)
+    ax.fill_between(middle.index, *band, alpha=opacity, lw=0, color=color)
     for step, values in crosses(part):
         for value in values:
             mark_end(ax, step, value, color)

@@ -23,6 +23,12 @@ def markdown_table(table: pd.DataFrame) -> str:
     )
 
 
+def text_table(table: pd.DataFrame) -> str:
+    """Return the table without its index for a terminal: Markdown with aligned columns."""
+    escaped = table.rename(columns=escape_pipes).map(escape_pipes)
+    return str(escaped.to_markdown(index=False, tablefmt="github", disable_numparse=True))
+
+
 def escape_pipes(cell: Any) -> str:
     return str(cell).replace("|", r"\|")
 

@@ -16,7 +16,7 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
 from experiments.products.make import groups_of, keep_index, update_verdicts, write_product
-from experiments.products.report import load_products, overview
+from experiments.products.report import Place, load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.records import archive, files, provenance
 from experiments.records.archive import Published
@@ -43,7 +43,7 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
         yield from merge(config, new)
         remove_unknown_products(new)
         complete = sum(list(rewrite(new)))
-        products = load_products((new, ""))
+        products = load_products(Place(new))
         files.write_text(new / "README.md", overview(products))
         shutil.rmtree(new / "runs")  # it only holds the lock of runs.csv and claims.csv
         exchange(new, config.published)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -35,6 +35,7 @@ VERDICT_MARKS = {"holds": "✓", "fails": "✗", "inconclusive": "~", "not run":
 MAX_POINTS = 300  # of a curve on the page; the csv has all of them
 HEADINGS = {"figure": "Figures", "table": "Tables", "claim": "Theory and surprises"}
 CsvRow = dict[str, str]
+YOURS, PUBLISHED, BOTH = "yours", "published", "yours and published"  # origin of a result
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Product:
     verdicts: dict[str, CsvRow]
     index: dict[str, CsvRow]
     suffix: str = ""  # of its files: -smoke
+    place_origin: str = ""
 
     @cached_property
     def spec(self) -> Spec:
@@ -95,6 +97,14 @@ class Product:
     def page(self) -> Path | None:
         path = self.results / "tables" / f"{self.name}{self.suffix}.md"
         return path if path.exists() else None
+
+    @property
+    def origin(self) -> str:
+        """That of its files; without files, or if they may be of both, that of its runs."""
+        if (self.picture or self.page) and self.place_origin != BOTH:
+            return self.place_origin
+        found = {row["origin"] for row in self.runs or self.claims}
+        return found.pop() if len(found) == 1 else BOTH
 
     @property
     def is_made(self) -> bool:
@@ -146,7 +156,18 @@ class Product:
         return " ".join([*of_many, *words])
 
 
-Place = tuple[Path, str]  # a folder and the suffix of its files
+class Place(NamedTuple):
+    """A folder with results."""
+
+    folder: Path
+    suffix: str = ""  # of its files: -smoke
+    origin: str = PUBLISHED
+
+    def verdicts(self) -> dict[str, CsvRow]:
+        return read_verdicts(self.folder / f"claims{self.suffix}.csv")
+
+    def runs(self) -> dict[str, CsvRow]:
+        return index.read_index(self.folder / f"runs{self.suffix}.csv")
 
 
 def write_report(places: Sequence[Place], page: Path) -> None:
@@ -157,15 +178,30 @@ def write_report(places: Sequence[Place], page: Path) -> None:
 def load_products(*places: Place) -> list[Product]:
     """Return every product, from the first place that has it."""
     verdicts, rows = dict[str, CsvRow](), dict[str, CsvRow]()
-    for folder, suffix in reversed(places):
-        found = read_verdicts(folder / f"claims{suffix}.csv").items()
+    for place in reversed(places):
+        found = with_origin(place, place.verdicts(), verdicts, "commit").items()
         verdicts |= {i: row for i, row in found if row["verdict"] != "not run" or i not in verdicts}
-        rows |= index.read_index(folder / f"runs{suffix}.csv")
+        rows |= with_origin(place, place.runs(), rows, "started")
     products = []
     for kind, name in everything():
-        each = [Product(kind, name, folder, verdicts, rows, suffix) for folder, suffix in places]
+        each = [Product(kind, name, folder, verdicts, rows, *rest) for folder, *rest in places]
         products.append(next((p for p in each if p.picture or p.page), each[0]))
     return products
+
+
+def with_origin(
+    place: Place, rows: dict[str, CsvRow], known: dict[str, CsvRow], key: str
+) -> dict[str, CsvRow]:
+    """Mark the rows of a place; if it has rows of both origins, `key` recognizes the known ones."""
+
+    def origin(name: str, row: CsvRow) -> str:
+        same = name in known and known[name][key] == row[key]
+        return known[name]["origin"] if same else YOURS
+
+    return {
+        name: row | {"origin": origin(name, row) if place.origin == BOTH else place.origin}
+        for name, row in rows.items()
+    }
 
 
 def tally(claims: Iterable[CsvRow]) -> str:
@@ -240,30 +276,86 @@ def render(products: Sequence[Product]) -> str:
     )
     environment.filters |= {"embedded": embedded, "page_as_html": page_as_html}
     claims = [row for product in products for row in product.claims]
+    owner = {row["id"]: product for product in products for row in product.claims}
+    main = main_claims(products)
     rows = list(products[0].index.values()) if products else []
+    origins = {p.origin for p in products if p.is_made} | {row["origin"] for row in rows}
+    columns = [*index.INDEX_COLUMNS, "origin"]
     data = {
         "panels": {p.name: panels_of(p) for p in products},
-        "columns": index.INDEX_COLUMNS,
-        "runs": [list(row.values()) for row in rows],
+        "columns": columns,
+        "runs": [[row[column] for column in columns] for row in rows],
     }
+    filters = ("experiment", "optimizer", "status", *(["origin"] if len(origins) > 1 else []))
     return environment.get_template("report.html").render(
         products=products,
         headings=HEADINGS,
+        title=headline(claims),
+        answer=answer(claims),
+        main=main,
+        hero=next((owner[row["id"]] for row in main if owner[row["id"]].picture), None),
+        origins=origins,
+        origin_text=ORIGIN_TEXTS.get("".join(origins), ORIGIN_TEXTS[BOTH]) if origins else "",
         claims=claims,
         counts=Counter(row["verdict"] for row in claims),
         verdicts=VERDICTS,
         marks=VERDICT_MARKS,
         said=said,
-        owner={row["id"]: product for product in products for row in product.claims},
+        owner=owner,
         distinct_settings=distinct_settings,
         distinct=distinct,
         rows=rows,
-        choices={
-            k: sorted({row[k] for row in rows}) for k in ("experiment", "optimizer", "status")
-        },
+        choices={key: sorted({row[key] for row in rows}) for key in filters},
         most=MAX_POINTS,
         data=embeddable(data),
     )
+
+
+ORIGIN_TEXTS = {
+    YOURS: "All results on this page are from your runs.",
+    PUBLISHED: "All results on this page are published ones.",
+    BOTH: "Results from your runs are marked as yours; all others are published ones.",
+}
+VERBS = {
+    "fails": ("fails", "fail"),
+    "inconclusive": ("is inconclusive", "are inconclusive"),
+    "not run": ("has not been run", "have not been run"),
+}
+
+
+def headline(claims: Sequence[CsvRow]) -> str:
+    if not is_judged(claims):
+        return "No claim has been judged yet"
+    count = sum(row["verdict"] == "holds" for row in claims)
+    return f"{count} of {len(claims)} claims {'holds' if count == 1 else 'hold'}"
+
+
+def is_judged(claims: Iterable[CsvRow]) -> bool:
+    return any(row["verdict"] != "not run" for row in claims)
+
+
+def answer(claims: Sequence[CsvRow]) -> str:
+    """What the headline does not say: how many claims do not hold, and at which scale."""
+    if not is_judged(claims):
+        return "Run make figure-1 to train, draw and judge the first figure."
+    counts = Counter(row["verdict"] for row in claims)
+    parts = [f"{counts[v]} {verb[counts[v] > 1]}" for v, verb in VERBS.items() if counts[v]]
+    open_claims = [row for row in claims if row["verdict"] in ("fails", "inconclusive")]
+    small = sum("laptop" in row["scale"] for row in open_claims)
+    notes = [f"{', '.join(parts)}."] if parts else []
+    if small:
+        notes.append(
+            f"{small} of the {len(open_claims)} that do not hold were tested at laptop scale, with "
+            "small networks and little data, and may hold at paper scale."
+        )
+    return " ".join(notes)
+
+
+def main_claims(products: Iterable[Product]) -> list[CsvRow]:
+    """The verdicts on the main claims of the paper; `main` in conf/ marks them."""
+    main = {claim.id for product in products for claim in product.spec.claims if claim.main}
+    rows = [row for product in products for row in product.claims if row["id"] in main]
+    return sorted(rows, key=lambda row: VERDICTS.index(row["verdict"]))
 
 
 def embedded(path: Path) -> str:
@@ -305,13 +397,14 @@ def panels_of(product: Product) -> list[dict[str, Any]]:
 
 def panel_of(spec: Spec, panel: CurvesPanel, table: pd.DataFrame) -> dict[str, Any]:
     table = table[table["panel"] == panel.letter]
-    optimizers = [optimizer_of(spec, name) for name in panel.runs]
+    configs = {name: run.config for name, run in spec.settings(()).items()}
+    drawn = [(configs[name].optimizer_name, configs[name].optimizer) for name in panel.runs]
     prefix = prefix_of(panel.smooth, panel.orders)
     if f"{prefix}mean" not in table:  # the csv is older than `smooth` in conf/
         prefix = prefix.replace("smooth_", "")
     curves = []
-    for label, optimizer, look in zip(
-        panel.runs.values(), optimizers, looks_of(optimizers), strict=True
+    for label, (optimizer, _), look in zip(
+        panel.runs.values(), drawn, looks_of(drawn), strict=True
     ):
         label = label or label_of(optimizer)
         part = table[table["curve"] == label]
@@ -321,11 +414,6 @@ def panel_of(spec: Spec, panel: CurvesPanel, table: pd.DataFrame) -> dict[str, A
         curves.append(about | curve_points(part, prefix, panel.axes.xscale == "log"))
     axes = panel.axes.model_dump(exclude_unset=True)
     return {"title": panel.title, "orders": panel.orders, "curves": curves, **axes}
-
-
-def optimizer_of(spec: Spec, name: str) -> str:
-    words = [w for w in (*spec.base, *spec.runs[name]) if w.startswith("optimizer=")]
-    return words[-1].removeprefix("optimizer=")
 
 
 def curve_points(part: pd.DataFrame, prefix: str, is_log: bool) -> dict[str, Any]:

@@ -96,6 +96,11 @@ class Panel(SpecPart):
         """The first word of the title without brackets: a"""
         return self.title.partition(" ")[0].strip("()")
 
+    @property
+    def subject(self) -> str:
+        """The title without the letter."""
+        return self.title.partition(" ")[2]
+
     def metrics(self) -> list[str]:
         """Every metric that is drawn."""
         return [self.metric]
@@ -283,6 +288,10 @@ class Claim(SpecPart):
     statistic: Statistic = "last"
     parts: Annotated[list[Comparison], Field(min_length=1)]
     why: str = ""  # the reason for a margin, or what a careful reader should know
+    main: bool = False  # one of the claims on the first screen of the report
+
+    def runs(self) -> set[str]:
+        return {name for part in self.parts for name in part.runs()}
 
     def metric_of(self, part: Comparison) -> str:
         return part.metric or self.metric
@@ -304,6 +313,7 @@ class Spec(SpecPart):
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
     runs: dict[str, list[str]] = {}
+    labels: dict[str, str] = {}  # of runs that need other words than in the legend, or have none
     search: dict[str, Search] = {}
     rule: SearchRule | None = None  # how a search is judged and shown
     panels: list[AnyPanel] = []

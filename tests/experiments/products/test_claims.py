@@ -10,7 +10,8 @@ import pytest
 from experiments.config.errors import ConfigError
 from experiments.products import claims, summaries
 from experiments.products.checks import check_seeds
-from experiments.products.claims import interval, judge_claim, judge_spec, verdict_of
+from experiments.products.claims import interval, judge_spec, verdict_of
+from experiments.products.names import RunName
 from experiments.products.schema import Claim, Comparison, Spec
 
 
@@ -35,6 +36,10 @@ class FakeRun:
 
 def group(*values):
     return [FakeRun(v, seed) for seed, v in enumerate(values)]
+
+
+def judge_claim(claim, groups):
+    return claims.judge_claim(claim, groups, {name: RunName(name) for name in groups})
 
 
 def claim(*parts, **changes):
@@ -110,10 +115,11 @@ def test_several_runs_are_judged_by_their_spread_per_seed():
     groups = {"a": group(1, 12, 30), "b": group(1.5, 12.1, 29.5), "c": group(1.2, 11.8, 30)}
     near = {"left": ["a", "b", "c"], "relation": "near", "margin": 2}
     row = judge_claim(claim(near), groups)
-    assert row["verdict"] == "holds" and "spread over a, b, c, last x: 0.4333" in row["numbers"]
+    assert row["verdict"] == "holds" and row["numbers"].startswith("x, range over a, b, c: 0.4333")
     assert judge_claim(claim(near | {"margin": 0.1}), groups)["verdict"] == "fails"
     less = {"left": ["a", "c"], "relation": "below", "right": ["a", "b", "c"]}
-    assert "spread over a, c − spread over a, b, c" in judge_claim(claim(less), groups)["numbers"]
+    numbers = judge_claim(claim(less), groups)["numbers"]
+    assert numbers.startswith("x, (range over a, c) − (range over a, b, c): ")
     groups["c"][1].status = "diverged"
     assert judge_claim(claim(near), groups)["verdict"] == "inconclusive"
 
@@ -153,7 +159,7 @@ def spec(text="so it is", metric="x"):
         title="t",
         seeds=1,
         once=["a"],
-        runs={},
+        runs={"a": ["optimizer=adam"]},
         claims=[about | {"parts": [{"left": "a", "relation": "below"}]}],
     )
 
@@ -167,6 +173,8 @@ def test_a_verdict_without_records_is_kept_until_the_claim_or_its_runs_change():
     assert judge_spec(spec(), there, known) == [judged]
     (reworded,) = judge_spec(spec("in other words"), away, known)
     assert reworded == known["F1"] | {"claim": "in other words"}
+    renamed = {"F1": known["F1"] | {"numbers": "a, last x: -1"}}
+    assert judge_spec(spec(), away, renamed) == [known["F1"]], "the names are those of today"
     (changed,) = judge_spec(spec(metric="y"), away, known)
     assert changed["verdict"] == "not run" and changed["numbers"] == ""
     other = {"a": [FakeRun(-2, done=False)]}

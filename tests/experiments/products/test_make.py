@@ -82,7 +82,7 @@ def test_the_csv_holds_what_is_plotted(results):
     spec = load_spec("figure", "01")
     groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
     ends = [run.metrics()["theta"].iloc[-1] for run in groups["adashift"]]
-    row = table[table["curve"].str.startswith("AdaShift")].iloc[-1]
+    row = table[table["curve"] == "AdaShift (0, 0.999), n = 1"].iloc[-1]
     assert row["mean"] == pytest.approx(sum(ends) / len(ends)) and row["n"] == len(ends) == 10
     assert row["sd"] == pytest.approx(pd.Series(ends).std())
 

@@ -130,7 +130,7 @@ def test_a_single_run_can_use_published_records(lab, capsys):
     assert "already published" in capsys.readouterr().out
     assert run_py(*away) is None
     out = capsys.readouterr().out
-    assert out.endswith("finished\ncompared with the published run: identical\n")
+    assert ": finished, " in out and "\npublished run  identical\n" in out
     error = run_py(*away, "records=published", "optimizer.lr=0.5")
     assert "is not published: use records=own" in error and "\n" not in error
 

@@ -13,12 +13,21 @@ import pytest
 
 from experiments.config.paths import ROOT
 from experiments.products.report import (
+    BOTH,
+    YOURS,
+    Place,
+    answer,
     curve_points,
     duration,
+    headline,
     load_products,
+    main_claims,
     overview,
     tally,
     write_report,
+)
+from experiments.products.report import (
+    PUBLISHED as FROM_PUBLISHED,
 )
 from experiments.records import index
 
@@ -34,13 +43,13 @@ PUBLISHED = ROOT / "results/published"
 def results(tmp_path_factory):
     """A folder with the report of the published results."""
     folder = tmp_path_factory.mktemp("results")
-    write_report([(PUBLISHED, "")], folder / "report.html")
+    write_report([Place(PUBLISHED)], folder / "report.html")
     return folder
 
 
 def test_the_published_readme_has_every_figure_and_table():
     text = (PUBLISHED / "README.md").read_text()
-    for product in load_products((PUBLISHED, "")):
+    for product in load_products(Place(PUBLISHED)):
         (line,) = [x for x in text.splitlines() if f"`{product.command}`" in x]
         assert product.spec.shows in line and product.verdict in line
         assert str(product.spec.seeds) in line
@@ -49,11 +58,11 @@ def test_the_published_readme_has_every_figure_and_table():
 
 
 def test_the_published_readme_is_up_to_date():
-    assert (PUBLISHED / "README.md").read_text() == overview(load_products((PUBLISHED, "")))
+    assert (PUBLISHED / "README.md").read_text() == overview(load_products(Place(PUBLISHED)))
 
 
 def test_every_spec_has_a_text_on_what_the_paper_shows():
-    assert [p.name for p in load_products((PUBLISHED, "")) if not p.spec.shows] == []
+    assert [p.name for p in load_products(Place(PUBLISHED)) if not p.spec.shows] == []
 
 
 def test_a_curve_with_inf_is_valid_json():
@@ -67,8 +76,8 @@ def test_a_curve_with_inf_is_valid_json():
 def test_a_report_imports_neither_torch_nor_wandb():
     code = (
         "import sys; from pathlib import Path\n"
-        "from experiments.products.report import render, load_products\n"
-        f"load_products((Path({str(PUBLISHED)!r}), ''))\n"
+        "from experiments.products.report import Place, load_products\n"
+        f"load_products(Place(Path({str(PUBLISHED)!r})))\n"
         "assert not {'torch', 'wandb'} & sys.modules.keys()"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -98,6 +107,65 @@ def test_tally_and_duration():
     assert [duration(s) for s in (7.2, 600, 9000)] == ["7 s", "10 min", "2.5 h"]
 
 
+def verdict(name, scale="paper"):
+    return {"verdict": name, "scale": scale}
+
+
+def test_the_headline_and_the_answer_count_the_verdicts():
+    claims = [verdict("holds"), verdict("fails"), verdict("inconclusive", "laptop")]
+    assert headline(claims) == "1 of 3 claims holds"
+    assert answer(claims) == (
+        "1 fails, 1 is inconclusive. 1 of the 2 that do not hold were tested at laptop scale, with "
+        "small networks and little data, and may hold at paper scale."
+    )
+    assert headline([verdict("holds")] * 2) == "2 of 2 claims hold"
+    assert answer([verdict("holds")]) == ""
+    assert answer([verdict("holds"), verdict("not run")]) == "1 has not been run."
+    assert headline([verdict("not run")]) == headline([]) == "No claim has been judged yet"
+    assert "make figure-1" in answer([])
+
+
+def test_the_main_claims_are_published_and_one_has_a_picture():
+    products = load_products(Place(PUBLISHED))
+    main = {row["id"] for row in main_claims(products)}
+    assert main == {claim.id for p in products for claim in p.spec.claims if claim.main}
+    assert any(p.picture and main & {row["id"] for row in p.claims} for p in products)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A results folder with own results for Figure 1: copies, with another commit and start."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "figures").mkdir()
+    for end in ("png", "csv"):
+        name = f"figures/figure-01.{end}"
+        (folder / name).write_bytes((PUBLISHED / name).read_bytes())
+    for name, key, belongs in (
+        ("claims", "commit", lambda row: row["id"].startswith("F1")),
+        ("runs", "started", lambda row: "figure-01" in row["serves"]),
+    ):
+        table = pd.read_csv(PUBLISHED / f"{name}.csv", dtype=str, keep_default_na=False)
+        is_mine = table.apply(belongs, axis=1)
+        table.loc[is_mine, key] = "mine"
+        table[is_mine].to_csv(folder / f"{name}.csv", index=False)
+        table.to_csv(folder / f"{name}-all.csv", index=False)
+    return folder
+
+
+@pytest.mark.parametrize("with_both", [False, True])
+def test_own_results_are_told_from_published_ones(own, with_both):
+    places = [Place(own, "", YOURS), Place(PUBLISHED)]
+    products = load_products(*[Place(own, "-all", BOTH)] * with_both, *places)
+    origins = {p.name: p.origin for p in products}
+    assert origins.pop("figure-01") == YOURS
+    assert origins.pop("claim-theory") == FROM_PUBLISHED
+    assert YOURS not in origins.values()
+    rows = {row["id"]: row["origin"] for p in products for row in p.claims}
+    assert {i for i, origin in rows.items() if origin == YOURS} == {f"F1{x}" for x in "abcdefghij"}
+    runs = products[0].index.values()
+    assert all((row["origin"] == YOURS) == (row["started"] == "mine") for row in runs)
+
+
 # -- in Chromium -------------------------------------------------------------------------------
 
 needs_chromium = pytest.mark.skipif(
@@ -116,7 +184,7 @@ def page(results, tmp_path_factory):
 
 @needs_chromium
 def test_the_page_opens_without_errors_and_every_image_loads(page):
-    pictures = sum(p.picture is not None for p in load_products((PUBLISHED, "")))
+    pictures = sum(p.picture is not None for p in load_products(Place(PUBLISHED)))
     page.until("[...document.images].every(i => i.complete)")
     assert page.value("[...document.images].filter(i => i.naturalWidth > 300).length") == pictures
     assert page.value("document.querySelectorAll('.panel svg .curve').length") > 300
@@ -199,10 +267,63 @@ def test_a_panel_zooms_with_the_mouse_and_shows_values(page):
 
 
 @needs_chromium
-def test_a_phone_needs_no_horizontal_scrolling_and_the_theme_changes(page):
-    page.resize(390, 844)
-    assert page.value("document.documentElement.scrollWidth") <= 390
+def test_the_first_screen_has_the_answer_a_picture_and_what_failed(page):
+    page.value("scrollTo(0, 0)")
+    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
+    for part in ("h1", ".lead", ".first .panel svg", ".first .verdict-list", "#failed h2"):
+        assert 0 < page.value(bottom.format(part)) < 900, part
+    claims = pd.read_csv(PUBLISHED / "claims.csv")["verdict"]
+    holds = (claims == "holds").sum()
+    assert page.value("document.querySelector('h1').textContent") == (
+        f"{holds} of {len(claims)} claims hold"
+    )
+    failed = "document.querySelectorAll('#failed > .verdict-list > li').length"
+    assert page.value(failed) == (claims == "fails").sum()
+    assert page.value("document.querySelectorAll('.origin').length") == 0
+
+
+OUTSIDE = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .links'))
+    .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.className)
+"""
+
+
+@needs_chromium
+def test_nothing_overflows_on_a_phone_and_the_navigation_scrolls_visibly(page):
+    page.resize(375, 812)
+    assert page.value("document.documentElement.scrollWidth") == 375
+    assert page.value(OUTSIDE) == []
+    assert page.value("(n => n.scrollWidth > n.clientWidth)(document.querySelector('.links'))")
+    assert "gradient" in page.value("getComputedStyle(document.querySelector('.links')).maskImage")
+    page.value("document.querySelector('.links').scrollTo(999, 0)")
+    last = "document.querySelector('.links a:last-child').getBoundingClientRect().right"
+    button = "document.querySelector('#theme').getBoundingClientRect().left"
+    assert page.value(f"{last} < {button}")
     page.resize(1280, 900)
+
+
+@needs_chromium
+def test_own_results_are_marked_on_the_page(own, tmp_path):
+    write_report([Place(own, "", YOURS), Place(PUBLISHED)], tmp_path / "report.html")
+    with browser.Page(tmp_path / "profile", (tmp_path / "report.html").as_uri()) as page:
+        marked = "[...document.querySelectorAll('article:has(h3 .origin)')].map(a => a.id)"
+        assert page.value(marked) == ["figure-01"]
+        assert "marked as yours" in page.value("document.querySelector('.kicker').textContent")
+        choose(page, "#run-filters select[data-key=origin]", "yours")
+        count = page.value("document.querySelector('#run-filters output').textContent")
+        assert count.startswith("60 of ") and page.problems == []
+
+
+@needs_chromium
+def test_a_report_without_results_says_what_to_run(tmp_path):
+    write_report([Place(tmp_path, "", YOURS)], tmp_path / "report.html")
+    with browser.Page(tmp_path / "profile", (tmp_path / "report.html").as_uri()) as page:
+        assert "No claim has been judged" in page.value("document.querySelector('h1').textContent")
+        assert "make figure-1" in page.value("document.querySelector('.lead').textContent")
+        assert page.problems == []
+
+
+@needs_chromium
+def test_the_theme_changes(page):
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.value(ground)
     page.value("document.querySelector('#theme').click()")

@@ -14,7 +14,7 @@ from experiments.products.checks import checked
 from experiments.products.specs import everything, load_spec, spec_path
 
 EVERY = list(everything())
-FREE = ("runs", "search", "columns")  # keys below these are names of the author
+FREE = ("runs", "labels", "search", "columns")  # keys below these are names of the author
 
 
 def raw_spec(kind, name):

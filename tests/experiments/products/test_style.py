@@ -1,12 +1,20 @@
-"""Colours: the same optimizer looks the same everywhere, and readers can tell them apart."""
+"""Colors: the same optimizer looks the same everywhere, and readers can tell them apart."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from experiments.config.paths import CONF
-from experiments.products.style import OF_OTHERS, label_of, looks_of, mixed, styles
+from experiments.products.style import (
+    OF_OTHERS,
+    SEQUENCE,
+    label_of,
+    looks_of,
+    mixed,
+    sequence,
+    styles,
+)
 
 # Machado, Oliveira, Fernandes 2009, full severity, on linear RGB.
 EYES = {
@@ -67,15 +75,70 @@ def test_any_two_optimizers_can_be_told_apart(eye):
     assert all(distance(color, "#ffffff", eye) > 20 for color in colors.values())
 
 
-def test_curves_of_one_optimizer_differ_in_shade_and_dashes():
-    looks = looks_of(["adam", "adashift", "adam", "adam"])
+def curves_of(optimizer, **settings):
+    """Curves of one optimizer; each setting is a list with a value per curve."""
+    return [
+        (optimizer, dict(zip(settings, values, strict=True)))
+        for values in zip(*settings.values(), strict=True)
+    ]
+
+
+def test_two_curves_of_one_optimizer_differ_in_shade_and_dashes():
+    looks = looks_of([*curves_of("adam", lr=[1, 2]), ("adashift", {"lr": 1})])
     assert looks[0].color == styles()["adam"]["color"] and looks[0].dashes == ()
-    assert len({look.color for look in looks}) == 4
-    assert len({looks[i].dashes for i in (0, 2, 3)}) == 3
+    assert len({look.color for look in looks}) == 3
+    assert looks[0].dashes != looks[1].dashes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": [0.1, 0.001, 0.01]},
+        {"n": [30, 5, 10], "m": [None, None, None]},
+        {"n": [30, 30, 30], "m": [None, 1, 10]},
+        {"betas": [[0.9, 0.999], [0.9, 0.9], [0.9, 0.99]], "eps": [1e-8, 1e-8, 1e-8]},
+    ],
+)
+def test_a_sweep_is_colored_in_the_order_of_its_values(settings):
+    looks = looks_of([("adam", {"lr": 1}), *curves_of("adashift", **settings)])
+    assert looks[0].color == styles()["adam"]["color"]
+    assert [look.color for look in looks[1:]] == [SEQUENCE[-1], SEQUENCE[0], SEQUENCE[2]]
+    assert all(look.dashes == () for look in looks)
+
+
+def test_a_second_swept_number_is_shown_by_dashes():
+    betas = [[beta1, beta2] for beta1 in (0, 0.9) for beta2 in (0.9, 0.99, 0.999)]
+    looks = looks_of(curves_of("adashift", betas=betas))
+    assert len(set(looks)) == 6
+    assert [look.color for look in looks[:3]] == [look.color for look in looks[3:]]
+    assert len({look.dashes for look in looks[:3]}) == len({look.dashes for look in looks[3:]}) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"phi": ["max", "mean", "row"]}, {"lr": [1, 1, 1]}, {"lr": [1, 2, 2]}]
+)
+def test_other_curves_are_no_sweep(settings):
+    looks = looks_of(curves_of("adashift", **settings))
+    assert looks[0].color == styles()["adashift"]["color"] and len(set(looks)) == 3
+
+
+def test_different_optimizers_without_an_entry_are_no_sweep():
+    looks = looks_of([("lion", {"lr": 1}), ("adamw", {"lr": 2}), ("radam", {"lr": 3})])
+    assert not {look.color for look in looks} & {*SEQUENCE} and len(set(looks)) == 3
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_the_colors_of_a_sweep_get_lighter_in_equal_steps(eye, count):
+    colors = sequence(count)
+    steps = [distance(a, b, eye) for a, b in pairwise(colors)]
+    assert min(steps) > 9 and max(steps) < 1.7 * min(steps)
+    lightness = [seen(color, eye)[0] for color in colors]
+    assert lightness == sorted(lightness) and lightness[-1] < 82  # still seen on white paper
 
 
 def test_an_optimizer_without_an_entry_has_a_look_too():
-    one, other = looks_of(["nobodys_own", "somebodys_own"])
+    one, other = looks_of([("nobodys_own", {}), ("somebodys_own", {})])
     assert one.color == OF_OTHERS and one.dashes and one != other
     assert label_of("nobodys_own") == "nobodys own"
 
