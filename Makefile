@@ -19,9 +19,9 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
-        publish verify dashboard wandb-sync bench-optimizer bench-training bench-engines gpu-check \
-        kill-and-resume fuzz test \
-        test-all lint audit format setup setup-cluster lock docker docker-cpu clean distclean
+        publish verify dashboard wandb-sync tensorboard bench-optimizer bench-training bench-engines gpu-check \
+        kill-and-resume fuzz recordings test test-slurm \
+        test-all test-examples lint audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # prints every line of this file that starts with two hashes
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -75,9 +75,13 @@ report: $(READY)
 verify publish dashboard: $(READY)
 	@$(PY) -m experiments $@ $(ARGS)
 
-##   wandb-sync             W&B: upload offline runs
+##   wandb-sync             W&B: upload offline runs; ARGS=<folder>/wandb selects another folder
 wandb-sync: $(READY)
 	@WANDB_DIR=results $(VENV)/bin/wandb sync --yes $(ARGS)
+
+##   tensorboard            show the runs that were trained with tracking=tensorboard in the browser
+tensorboard: $(READY)
+	@$(VENV)/bin/tensorboard --logdir results/tensorboard $(ARGS)
 
 ##   all                    make every figure, table and claim, and the report
 # smoke runs are too short to train in a process pool, so figures and tables are made in parallel
@@ -121,9 +125,30 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) $(TESTS) $(ARGS)
 
+##   test-slurm             run a sweep on a one-node Slurm, with a requeued and a cancelled job; needs root and apt-get
+test-slurm: setup-cluster
+	@tests/slurm/one-node-slurm start
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/slurm $(ARGS); status=$$?; tests/slurm/one-node-slurm stop; exit $$status
+
+##   test-examples          run every file of examples/, with Lightning, Transformers and Accelerate; needs a network
+test-examples: build/examples
+	OMP_NUM_THREADS=1 $</bin/python -m pytest -rs tests/examples $(ARGS)
+
+# an environment on top of the other one, so that these packages stay out of the lock
+SITE = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+build/examples: examples/requirements.txt $(READY)
+	@$(PY) -m venv $@
+	@$(VENV)/bin/$(SITE) > "$$($@/bin/$(SITE))/base.pth"
+	@$@/bin/pip install --quiet -r $< || { rm -rf $@; exit 1; }
+	@touch $@
+
 ##   fuzz                   try 300 random command lines: each runs or fails with a one-line error
 fuzz: $(READY)
 	OVERRIDES=300 OMP_NUM_THREADS=1 $(PY) -m pytest tests/experiments/config/test_overrides.py $(ARGS)
+
+##   recordings             record terminal sessions as text in docs/recordings/; about 5 minutes
+recordings: $(READY)
+	@$(PY) docs/recordings/make.py $(ARGS)
 
 ##   lint                   ruff (rules and format) and mypy
 lint: $(READY)
@@ -162,7 +187,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-##   setup-cluster          install the launchers (joblib, submitit for Slurm, Ray) and W&B reports
+##   setup-cluster          install the launchers: joblib, submitit for Slurm, Ray
 setup-cluster: $(READY)
 	@echo "Adding the launchers of requirements-cluster.lock to $(VENV)."
 	@$(PY) -m pip install --quiet -r requirements-cluster.lock

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import adashift
-from experiments.products.report import load_products, tally
+from experiments.products.report import Place, load_products, tally
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/published/README.md")]
@@ -60,7 +60,7 @@ def test_the_settings_name_every_optimizer():
 
 def test_the_readme_has_the_published_verdicts():
     text = (ROOT / "README.md").read_text()
-    products = load_products((ROOT / "results/published", ""))
+    products = load_products(Place(ROOT / "results/published"))
     verdicts = {product.label: product.verdict for product in products}
     shown = re.findall(r"(?m)^\| \[([A-Z][a-z]+(?: \d+)?)\]\(\S+\) \|.*\| ([^|]+) \|$", text)
     assert len(shown) >= 6 and all(verdicts[label] == verdict for label, verdict in shown)
@@ -68,7 +68,7 @@ def test_the_readme_has_the_published_verdicts():
 
 def test_the_readme_has_the_published_claim_counts():
     text = (ROOT / "README.md").read_text()
-    products = load_products((ROOT / "results/published", ""))
+    products = load_products(Place(ROOT / "results/published"))
     claims = [row for product in products for row in product.claims]
     assert f"**{len(claims)} claims: {tally(claims)}.**" in text
 
@@ -167,7 +167,7 @@ def test_a_custom_optimizer_is_trained_and_drawn(clone):
     default = clone / "results/figures/figure-03-smoke.csv"
     before = default.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
     run, figure = follow(clone, "An optimizer")
-    assert run.endswith("finished\n")
+    assert ": finished, " in run
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
     new = set(clone.glob("results/runs/mnist_mlp/*/*")) - before[1]
@@ -178,5 +178,5 @@ def test_a_custom_optimizer_is_trained_and_drawn(clone):
 @pytest.mark.slow
 def test_a_custom_experiment_and_figure_are_trained_drawn_and_judged(clone):
     run, figure = follow(clone, "An experiment and a figure")
-    assert run.endswith("finished\n") and "drawn from 6 runs" in figure and "V1 " in figure
+    assert ": finished, " in run and "drawn from 6 runs" in figure and "V1 " in figure
     assert (clone / "results/figures/figure-valley-smoke.png").exists()

@@ -147,7 +147,7 @@ def test_status_takes_figures_and_tables(make):
 def test_slow_tests_run_in_test_all_and_in_ci(make):
     assert '-m "not slow" tests' in make("-n", "test").stdout
     assert ' -m "' not in make("-n", "test-all").stdout
-    assert re.search(r"^for step in .*\btest-all; do$", text_of(".ci/run"), re.MULTILINE)
+    assert re.search(r"^steps=\(.*\btest-all\)$", text_of(".ci/run"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("target", ["figure-0", "figure-25", "figure-99", "figure-01", "table-10"])
