@@ -24,7 +24,6 @@ published runs and never trains; records=all trains only what is neither yours n
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,7 +53,7 @@ from experiments.products.specs import (
 )
 from experiments.records.run import Run, all_runs
 from experiments.training.scheduler import FailedRunsError
-from experiments.training.signals import exit_interrupted
+from experiments.training.signals import closed_pipe, exit_interrupted
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -83,8 +82,11 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{parsed.what} takes only key=value: drop {' '.join(names)}")
     if parsed.extra is None:
         COMMANDS[parsed.what](names, overrides)
-    elif parsed.what != "figure":
-        raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
+    elif parsed.what != "figure" or "all" in names:
+        raise ConfigError(
+            f"--extra {parsed.extra} (EXTRA= of make) adds curves to one figure, as in make "
+            "figure-3 EXTRA=lion: drop it"
+        )
     else:
         extra = optimizers_in(parsed.extra)
         for name in full_names("figure", names):
@@ -95,13 +97,15 @@ def optimizers_in(extra: str) -> list[str]:
     """The names in the value of --extra."""
     names = listed(extra)
     if not names:
-        raise ConfigError("--extra is empty: give optimizers, as in --extra lion,adamw")
+        raise ConfigError(
+            "--extra (EXTRA= of make) is empty: expected files of conf/optimizer, as in lion,adamw"
+        )
     return names
 
 
 def listed(text: str) -> list[str]:
-    """The names in a list with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """The names in a list with commas or spaces."""
+    return text.replace(",", " ").split()
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -208,9 +212,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
-    except BrokenPipeError:  # `… status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with closed_pipe():
+            main(sys.argv[1:])
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,15 @@ from experiments.config.paths import CONF, choices_of
 from experiments.config.schema import PARTS, Config
 
 MAX_VALUE_LENGTH = 80  # characters of a value in a message
+MAX_CHOICES = 6  # names in a message; more are listed by --help
 
 # How pydantic's messages start → how ours do; the first that fits is used.
 EXPECTATIONS = {
     "Input should be greater": "expected a value greater",
     "Input should be less": "expected a value less",
     "Input should be": "expected",
-    "String should match pattern": "expected a string that matches",
+    "Field required": "expected more values",
+    "Tuple should have at most": "expected at most",
 }
 
 TOP_LEVEL = {*Config.model_fields, *PARTS} - {"optimizer_name"}
@@ -78,7 +80,10 @@ def validation_message(error: ValidationError) -> str:
 
 def expectation(error: ValidationError) -> str:
     """What pydantic expected, as in 'expected a value greater than 0'."""
-    message = error.errors()[0]["msg"]
+    problem = error.errors()[0]
+    if problem["type"] == "string_pattern_mismatch":
+        return f"expected {Config.model_fields[str(problem['loc'][-1])].description}"
+    message = problem["msg"]
     for start, words in EXPECTATIONS.items():
         if message.startswith(start):
             return words + message.removeprefix(start)
@@ -101,20 +106,33 @@ def hydra_message(text: str) -> str:
     launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
     if launcher:
         return "the launcher of this engine is not installed: run make setup-cluster"
-    unknown_choice = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
-    if unknown_choice:
-        group, choice = unknown_choice.groups()
-        return f"{group}={choice} is unknown: choose one of {', '.join(choices_of(group))}"
+    missing_file = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
+    if missing_file:
+        group, choice = missing_file.groups()
+        return unknown_choice(group, choice)
     unknown_key = re.search(r"Could not override '([^']+)'", text)
     if unknown_key:
         key = unknown_key.group(1)
-        node, _, inner = key.partition(".")
-        add = f" (+{key}=… adds a key that its class takes)" if inner and node in BUILT else ""
-        return f"{key} is an unknown key{suggestion(key)}{add}"
-    line = " ".join(text.split("\n")[0].split())
-    if "override_grammar" in text:
-        return f"cannot parse an override: {line}; check its brackets and quotes"
-    return line
+        return f"{key} is an unknown key{suggestion(key)}"
+    return " ".join(text.split("\n")[0].split())
+
+
+def unknown_choice(group: str, choice: str) -> str:
+    """Say what a group accepts: the nearest names, or all if they are few."""
+    names = choices_of(group)
+    what = f"{group}={shortened(choice)} is unknown" if choice else f"{group}= is empty"
+    if len(names) <= MAX_CHOICES:
+        return f"{what}: choose one of {', '.join(names)}"
+    near = nearest(choice, names)
+    return f"{what}:{near or f' expected a file of conf/{group};'} run.py --help describes all"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the most similar names, or nothing."""
+    names = list(names)
+    near = [n for n in names if len(name) > 2 and n.startswith(name)]
+    near += [n for n in difflib.get_close_matches(name[:50], names) if n not in near]
+    return f" did you mean {' or '.join(near[:3])}?" if near else ""
 
 
 def expected_keys(key: str) -> str:
@@ -145,5 +163,8 @@ def invalid(key: str, value: Any, expected: str) -> str:
 
 
 def shortened_value(value: Any) -> str:
-    text = json.dumps(value, default=str).strip('"')
+    return shortened(json.dumps(value, default=str, ensure_ascii=False).strip('"'))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
