@@ -24,6 +24,7 @@ from experiments.progress import print_line
 from experiments.records.run import Run
 from experiments.training.scheduler import UnfinishedRunError
 from experiments.training.signals import closed_pipe, end_with_parent, exit_interrupted
+from experiments.training.torchrun import exit_with
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can reword them
@@ -88,9 +89,7 @@ def clean_exit() -> Iterator[None]:
     except (ConfigError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
-        same_everywhere = isinstance(error, ConfigError) and "TORCHELASTIC_RUN_ID" in os.environ
-        is_repeated = same_everywhere and os.environ["RANK"] != "0"
-        sys.exit(1 if is_repeated else f"error: {error}")
+        exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()
 
