@@ -28,9 +28,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from experiments.config.compose import compose
-from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.config.errors import ConfigError, NotPublishedError, nearest
 from experiments.products.make import (
     groups_of,
     keep_index,
@@ -54,6 +55,7 @@ from experiments.products.specs import (
 from experiments.records.run import Run, all_runs
 from experiments.training.scheduler import FailedRunsError
 from experiments.training.signals import closed_pipe, exit_interrupted
+from experiments.training.torchrun import exit_with
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,7 +64,8 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=sorted([*COMMANDS, "show"]), metavar="what")
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    parser.add_argument("what", metavar="what")
     parser.add_argument("words", nargs="*", metavar="number|all|folder|key=value")
     parser.add_argument("--extra", metavar="optimizer,…", help="more curves, for figures alone")
     parser.add_argument(
@@ -70,6 +73,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="file", type=Path, help="of show: .png, .pdf or .csv")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.what not in (known := sorted([*COMMANDS, "show"])):
+        near = nearest(parsed.what, known)
+        raise ConfigError(f"{parsed.what} is unknown:{near} choose one of {', '.join(known)}")
     if parsed.what == "show":
         show_curves(parsed.words, listed(parsed.metric), parsed.out)
         return
@@ -91,6 +97,10 @@ def main(arguments: Sequence[str]) -> None:
         extra = optimizers_in(parsed.extra)
         for name in full_names("figure", names):
             make_figure_with(extra, name, overrides)
+
+
+def refuse(problem: str) -> NoReturn:
+    raise ConfigError(f"{problem}; see python -m experiments --help")
 
 
 def optimizers_in(extra: str) -> list[str]:
@@ -181,6 +191,8 @@ def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
 def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
+    if scales := [word for word in overrides if word.startswith("scale=")]:
+        raise ConfigError(f"verify trains every run at its published scale: drop {scales[0]}")
     if not verify(overrides):
         raise ConfigError("some runs failed or differ from the published ones, see above")
 
@@ -215,6 +227,6 @@ if __name__ == "__main__":
         with closed_pipe():
             main(sys.argv[1:])
     except (ConfigError, OSError) as error:
-        sys.exit(f"error: {error}")
+        exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()

@@ -93,7 +93,7 @@ class ListedSweeper(Sweeper):
             refuse_other_runs(words)
             names = [name for o in runs for name in override_values(o) if name]
             if not names:
-                raise ConfigError("runs= is empty: give figure-4, table-5, figure-all …")
+                raise ConfigError("runs= is empty: expected figure-4, table-5, figure-all …")
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
         given = [f"{key}={values}" for key, values in self.params.items()]
         points = expand([*given, *words], self.points)

@@ -22,6 +22,7 @@ ARROWS = {
     "experiments.__main__": {
         "experiments.config", "experiments.products", "experiments.records",
         "experiments.training.scheduler", "experiments.training.signals",
+        "experiments.training.torchrun",
     },
     "experiments.products": {
         "experiments.config", "experiments.products", "experiments.records",

@@ -88,6 +88,8 @@ def prefer_current_folder(package: str) -> None:
 def import_target(path: str, key: str) -> Any:
     """Return the class or function with this dotted name."""
     module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"{key}._target_={path} is invalid: expected module.Class")
     try:
         prefer_current_folder(module.partition(".")[0])
         return getattr(importlib.import_module(module), name)

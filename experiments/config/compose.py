@@ -23,7 +23,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.command_line import parse_override, unknown_key
+from experiments.config.command_line import explain_unknown_key, parse_override
 from experiments.config.errors import ConfigError, invalid, one_line_errors, unknown_choice
 from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
 from experiments.config.paths import CONF, ROOT, described
@@ -39,7 +39,7 @@ def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
 def auto_scale(*, _root_: DictConfig) -> str:
     """scale=auto; published results must not depend on what this machine can train."""
     on_gpu = has_gpu() and _root_.records != "published"
-    return "paper" if on_gpu else str(_root_.cpu_scale)
+    return "paper" if on_gpu else str(_root_.get("cpu_scale", "laptop"))
 
 
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
@@ -76,11 +76,9 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 def set_value(word: Override, cfg: DictConfig, choices: dict[str, Any]) -> None:
-    """Apply an override of a value; an unknown key of a node is reported with those it takes."""
-    node, _, name = word.key_or_group.rpartition(".")
-    parent = OmegaConf.select(cfg, node) if node and not word.is_add() else None
-    if isinstance(parent, DictConfig) and name not in parent and not word.is_force_add():
-        raise ConfigError(unknown_key(node, name, parent, choices))
+    adds = word.is_add() or word.is_force_add()
+    if not adds and (problem := explain_unknown_key(word.key_or_group, cfg, choices)):
+        raise ConfigError(problem)
     ConfigLoaderImpl._apply_overrides_to_config([word], cfg)
 
 
@@ -197,6 +195,8 @@ def folder_of(key: str, given: Any, default: Path) -> Path:
 
 def check_missing(values: dict[Any, Any]) -> None:
     missing = sorted(key for key, value in leaves(values).items() if value == "???")
+    if missing and missing[0].endswith("._target_"):
+        raise ConfigError(f"{missing[0]} has no value: set {missing[0]}=module.Class")
     if missing:
         raise ConfigError(
             f"{missing[0]} has no value: conf/tuned/{values['experiment']}/"
@@ -208,7 +208,7 @@ def check_missing(values: dict[Any, Any]) -> None:
 # optimizer, such as beta1 = 1 for all but AdaShift, are reported in its own words.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda x: x >= 0, "a number that is 0 or more"),
-    "betas": (lambda x: all(0 <= b <= 1 for b in x), "numbers with 0 <= beta < 1"),
+    "betas": (lambda x: all(0 <= b <= 1 for b in x), "a list of numbers with 0 <= beta < 1"),
     "eps": (lambda x: x >= 0, "a number that is 0 or more"),
     "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
     "n": (lambda x: x >= 1, "a whole number that is 1 or more"),

@@ -22,13 +22,20 @@ from experiments.config.schema import PARTS, Config
 MAX_VALUE_LENGTH = 80  # characters of a value in a message
 MAX_CHOICES = 6  # names in a message; more are listed by --help
 
+# How pydantic's messages start → ours.
+REPLACED = {
+    "Input should be a valid integer": "expected an integer",
+    "Input should be a valid number": "expected a number",
+    "Input should be a valid boolean": "expected true or false",
+    "Input should be a valid list": "expected a list, as in [a,b]",
+    "Field required": "expected more values",
+    "Tuple should have at most": "expected fewer values",
+}
 # How pydantic's messages start → how ours do; the first that fits is used.
 EXPECTATIONS = {
     "Input should be greater": "expected a value greater",
     "Input should be less": "expected a value less",
     "Input should be": "expected",
-    "Field required": "expected more values",
-    "Tuple should have at most": "expected at most",
 }
 
 TOP_LEVEL = {*Config.model_fields, *PARTS} - {"optimizer_name"}
@@ -84,6 +91,9 @@ def expectation(error: ValidationError) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"expected {Config.model_fields[str(problem['loc'][-1])].description}"
     message = problem["msg"]
+    for start, words in REPLACED.items():
+        if message.startswith(start):
+            return words
     for start, words in EXPECTATIONS.items():
         if message.startswith(start):
             return words + message.removeprefix(start)

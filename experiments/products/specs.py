@@ -40,6 +40,8 @@ def full_names(kind: str, names: Sequence[str]) -> list[str]:
     if not names:
         raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
     if "all" in names:
+        if others_named := [name for name in names if name != "all"]:
+            raise ConfigError(f"all is every {kind}: drop {' '.join(others_named)}")
         return [path.stem for path in specs(kind)]
     own = [name for name in names if spec_path(kind, name).exists()]
     for name in names:
@@ -61,8 +63,8 @@ def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Kind and name of specs from words such as figure-4 or table-5."""
     for word in names:
         kind, _, name = word.partition("-")
-        if kind not in COUNTS:
-            raise ConfigError(f"{word} is unknown: give figure-4, table-5, figure-all …")
+        if kind not in COUNTS or not name:
+            raise ConfigError(f"{word} is unknown: expected figure-4, table-5, figure-all …")
         yield from ((kind, number) for number in full_names(kind, [name]))
 
 

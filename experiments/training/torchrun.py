@@ -14,12 +14,19 @@ PATIENCE = 10  # seconds for the first process to report the same error
 
 def exit_with(error: BaseException) -> NoReturn:
     """Print the error and exit; of several processes on a machine, only the first prints it."""
-    line = f"error: {error}"
+    line = f"error: {text_of(error)}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ["LOCAL_RANK"] != "0":
             time.sleep(PATIENCE)  # torchrun ends this process when the first one has ended
         add_to_summary(line)
     sys.exit(line)
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an error; the system's own has its number first."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def add_to_summary(line: str) -> None:

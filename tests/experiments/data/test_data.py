@@ -245,7 +245,7 @@ def test_a_read_only_cache_raises(monkeypatch, tmp_path):
 
 def test_a_folder_that_does_not_exist_raises_and_is_not_created(monkeypatch, tmp_path):
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "typo"))
-    with pytest.raises(DataError, match=r"typo: No such file or directory\): create one or .*_DATA"):
+    with pytest.raises(DataError, match=r"typo: No such file or directory\): create one or"):
         fetch(file_set(FakeSource()))
     assert not (tmp_path / "typo").exists()
 
