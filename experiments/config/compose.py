@@ -162,6 +162,11 @@ def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
     """Fill in names and scale, and check every type and range. Changes `cfg`."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("runs", None)  # of a sweep
+    if isinstance(cfg.get("experiment"), DictConfig):  # then its keys are not top-level keys
+        raise ConfigError(
+            f"conf/experiment/{choices['experiment']}.yaml has no package: its first line must be "
+            "# @package _global_"
+        )
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)

@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     ValidationError,
 )
+from yaml import MarkedYAMLError
 
 from experiments.config.paths import CONF, choices_of
 from experiments.config.schema import PARTS, Config
@@ -60,6 +62,8 @@ def one_line_errors() -> Iterator[None]:
         raise ConfigError(validation_message(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_message(str(error))) from error
+    except MarkedYAMLError as error:
+        raise ConfigError(yaml_message(error)) from error
     except MemoryError as error:
         raise ConfigError(out_of_memory(error)) from error
     except Exception as error:
@@ -98,6 +102,17 @@ def expectation(error: ValidationError) -> str:
         if message.startswith(start):
             return words + message.removeprefix(start)
     return message[:1].lower() + message[1:]
+
+
+def yaml_message(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    place = f"{short_path(mark.name)}: line {mark.line + 1}" if mark else "a config file"
+    return f"{place} is not valid YAML: {error.problem}"
+
+
+def short_path(file: str | Path) -> str:
+    """The path of a file of conf/, as in conf/figure/01.yaml."""
+    return "/".join(Path(file).parts[-3:])
 
 
 def out_of_memory(error: BaseException) -> str:

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from yaml import MarkedYAMLError
 
-from experiments.config.errors import ConfigError, one_line_errors
+from experiments.config.errors import ConfigError, one_line_errors, short_path
 from experiments.config.paths import CONF
 from experiments.config.schema import Config
 from experiments.products.checks import check_content, checked
@@ -99,18 +98,16 @@ def load_spec(kind: str, name: str) -> Spec:
 @cache
 def parse_spec(path: Path, changed: int) -> Spec:
     """The checked spec of a file; `changed` is its time stamp, so that a new version is read."""
-    file = "/".join(path.parts[-3:])
+    file = short_path(path)
     try:
         with one_line_errors():
             raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
             spec = checked(raw)
             check_content(spec, path.parent.name)
             return spec
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{file}: line {line} is not valid YAML: {error.problem}") from error
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        text = str(error)
+        raise ConfigError(text if text.startswith(file) else f"{file}: {text}") from error
 
 
 def specs(kind: str) -> list[Path]:
