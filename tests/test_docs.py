@@ -50,7 +50,7 @@ def anchors(page):
 def test_make_targets_exist(page):
     help_text = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+\d*)", page.read_text())) - {"help"}:
-        name = re.sub(r"-s?\d+$", "-1", re.sub(r"^sweep-.*", "sweep-betas", target))
+        name = re.sub(r"-(s?\d+|valley)$", "-1", re.sub(r"^sweep-.*", "sweep-betas", target))
         assert re.search(rf"(?m)^##   .*\b{name}\b", help_text), target
 
 
