@@ -17,6 +17,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from experiments.config.command_line import OF_A_SWEEP
 from experiments.config.compose import compose, expand
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
@@ -34,8 +35,6 @@ from experiments.training.scheduler import (
     train_all,
 )
 from experiments.training.slurm import ask_squeue_without_accounting
-
-FOR_THE_SWEEP = ("runs", "sweep", "engine")  # keys that are not part of a run
 
 
 class Job(NamedTuple):
@@ -68,7 +67,7 @@ class ListedSweeper(Sweeper):
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
         engine = [f"engine={choices['engine']}"] if choices["engine"] else []
-        self.shared = ["hydra.mode=MULTIRUN", *engine]  # the mode may come from conf/sweep
+        self.shared = ["hydra.mode=MULTIRUN", *engine]
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -88,13 +87,13 @@ class ListedSweeper(Sweeper):
     def jobs(self, arguments: Sequence[str]) -> list[Job]:
         """Compose the runs here, so that a mistake stops the sweep before anything is trained."""
         overrides = OverridesParser.create().parse_overrides(list(arguments))
-        words = [str(o.input_line) for o in overrides if o.get_key_element() not in FOR_THE_SWEEP]
+        words = [str(o.input_line) for o in overrides if o.get_key_element() not in OF_A_SWEEP]
         runs = [o for o in overrides if o.get_key_element() == "runs"]
         if runs:
             refuse_other_runs(words)
             names = [name for o in runs for name in override_values(o) if name]
             if not names:
-                raise ConfigError("runs= is empty: give figure-4, table-5, figure-all …")
+                raise ConfigError("runs= is empty: expected figure-4, table-5, figure-all …")
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
         given = [f"{key}={values}" for key, values in self.params.items()]
         points = expand([*given, *words], self.points)

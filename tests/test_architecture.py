@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # package or module → what it may import from this repository; a name covers its submodules
 ARROWS = {
     "run": {
-        "experiments.config", "experiments.products.specs", "experiments.products.summaries",
-        "experiments.records", "experiments.training",
+        "experiments.config", "experiments.progress", "experiments.products.specs",
+        "experiments.products.summaries", "experiments.records", "experiments.training",
     },
     "hydra_plugins": {
         "experiments.config", "experiments.products.specs", "experiments.products.sweep_table",
@@ -22,6 +22,7 @@ ARROWS = {
     "experiments.__main__": {
         "experiments.config", "experiments.products", "experiments.records",
         "experiments.training.scheduler", "experiments.training.signals",
+        "experiments.training.torchrun",
     },
     "experiments.products": {
         "experiments.config", "experiments.products", "experiments.records",

@@ -62,7 +62,13 @@ class Config(BaseModel):
     task: dict[str, Any]
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$",
+            description="auto, cpu, cuda, cuda:1 (a number) or mps",
+        ),
+    ]
     threads: Annotated[int, Field(ge=1, le=256)] | None  # on a CPU; None: all
     tracking: Tracking
     results: Path

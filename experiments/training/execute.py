@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from experiments.config.build import build
 from experiments.config.errors import ConfigError
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.progress import Progress
+from experiments.progress import Progress, message
 from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
@@ -164,8 +164,19 @@ def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, p
 def prepare_training(config: Config, task: Task) -> partial[Status]:
     optimizers = make_optimizers(config, task)
     steps, log_every = length_of(config, task)
+    warn_without_moves(optimizers.values(), steps)
     schedule = make_schedule(config)
     return partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+
+
+def warn_without_moves(optimizers: Iterable[torch.optim.Optimizer], steps: int) -> None:
+    """The first n steps of AdaShift only fill its window."""
+    n = max(group.get("n", 0) for opt in optimizers for group in opt.param_groups)
+    if n >= steps and is_first():
+        message(
+            f"warning: AdaShift does not move the parameters in this run: its first n={n} steps "
+            f"only fill the window, and the run has {steps}; set steps= or optimizer.n="
+        )
 
 
 def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -672,6 +673,7 @@ BAD_TINY = {
 def test_an_invalid_tiny_imagenet_raises_and_leaves_no_files(tmp_path, monkeypatch, form, bad):
     changes, words = BAD_TINY[bad]
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/cache{os.pathsep}{tmp_path}/there")
+    (tmp_path / "cache").mkdir()
     path = put_tiny(tmp_path / "there", changed(**changes), form)
     with pytest.raises(DataError, match=words) as error:
         load_tiny()

@@ -79,6 +79,7 @@ def test_a_run_that_kills_its_worker_does_not_stop_the_others(tmp_path, monkeypa
 
 def test_missing_data_stop_only_the_runs_that_need_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mnist, "MNIST_FILES", replace(mnist.MNIST_FILES, sources=list))
+    (tmp_path / "data").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
     mnist.load_mnist.cache_clear()
     target = "data._target_=experiments.data.mnist.load_mnist"
