@@ -51,6 +51,7 @@ class ListedSweeper(Sweeper):
     def __init__(self, params: Mapping[str, Any], points: Sequence[str]) -> None:
         self.params, self.points = params, points
         self.launched, self.in_turn, self.shared = 0, False, list[str]()
+        self.at_once: int | None = None  # runs that the launcher trains in parallel, if it says so
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -64,6 +65,9 @@ class ListedSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
+        launcher = config.hydra.launcher
+        parallel = launcher.get("n_jobs") or launcher.get("array_parallelism")
+        self.at_once = 1 if self.in_turn else parallel
         if choices["hydra/launcher"] == "submitit_slurm":
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
@@ -79,7 +83,7 @@ class ListedSweeper(Sweeper):
             raise ConfigError("the sweep has no runs: check its ranges")
         self.words = {folder: job.words for folder, job in jobs.items()}
         try:
-            train_all([job.run for job in jobs.values()], self.launch, "sweep")
+            train_all([job.run for job in jobs.values()], self.launch, "sweep", self.at_once)
         except FailedRunsError:
             print_report(jobs.values())
             raise

@@ -39,8 +39,10 @@ ARROWS = {
         "experiments.training",
     },
     "experiments.training.scheduler": {
-        "experiments.config", "experiments.records", "experiments.training.watch",
+        "experiments.config", "experiments.records", "experiments.training.forecast",
+        "experiments.training.watch",
     },
+    "experiments.training.forecast": {"experiments.config", "experiments.records"},
     "experiments.training.watch": {
         "experiments.config", "experiments.progress", "experiments.records",
     },
@@ -83,6 +85,7 @@ KEPT_IN = {
 # formulas need no torch, nor does a process that only starts others
 NEVER = {
     "adashift.analysis.theory": {"torch"},
+    "experiments.training.forecast": {"torch"},
     "experiments.training.scheduler": {"torch"},
     "experiments.training.watch": {"torch"},
 }
