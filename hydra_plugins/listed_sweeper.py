@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.compose import compose, expand
 from experiments.config.errors import ConfigError
@@ -65,9 +65,9 @@ class ListedSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
-        launcher = config.hydra.launcher
-        parallel = launcher.get("n_jobs") or launcher.get("array_parallelism")
-        self.at_once = 1 if self.in_turn else parallel
+        limits = ("n_jobs", "array_parallelism")  # of joblib and Slurm
+        parallel = [OmegaConf.select(config, f"hydra.launcher.{key}") for key in limits]
+        self.at_once = 1 if self.in_turn else parallel[0] or parallel[1]
         if choices["hydra/launcher"] == "submitit_slurm":
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments.config.errors import ConfigError
 from experiments.config.gpus import has_gpu, jobs_at_once
 from experiments.config.schema import Config
 from experiments.records import archive, index, provenance, record
-from experiments.records.run import Run
+from experiments.records.costs import Rates, device_key, known_costs
+from experiments.records.run import Run, cached_config
 from experiments.records.speed import probe
 from experiments.records.status import Status
 
@@ -42,7 +46,7 @@ class Timing:
         """Convert to this machine, if the speed of the other one is known, and to other steps."""
         there = self.machine.get("probe")
         speed = 1.0 if self.is_local or not there else probe() / there
-        steps = run.config.steps
+        steps = None if self.setting == run.setting else run.config.steps
         return self.seconds * speed * (steps / self.steps if steps and self.steps else 1.0)
 
 
@@ -71,30 +75,35 @@ def estimate(
 
     `known` has the seconds of runs that were estimated in another way, by folder.
     """
-    at_once = min(at_once or parallel_runs(runs), len(runs)) or 1
-    seconds, own = dict(known or {}), set[bool]()
+    parallel = {run.folder: at_once or parallel_runs(run) for run in runs}
+    most = max(1, min(len(runs), max(parallel.values(), default=1)))
+    seconds, sources = dict(known or {}), set[str]()
     alike = {run.folder.parent: similar(run) for run in {r.folder.parent: r for r in runs}.values()}
+    counted = {
+        setting: modelled(run)
+        for setting, run in {r.folder.parent: r for r in runs}.items()
+        if not alike[setting] and run.folder not in seconds
+    }
     for run in runs:
-        if run.folder not in seconds and (found := alike[run.folder.parent]):
+        if run.folder in seconds:
+            continue
+        if found := alike[run.folder.parent]:
             seconds[run.folder] = median(timing.seconds_here(run) for timing in found)
-            own |= {timing.own for timing in found}
-    parts = [seconds[run.folder] * fraction_left(run) for run in runs if run.folder in seconds]
-    whole = max(sum(parts) / at_once, *parts) + START * (at_once > 1) if parts else 0.0
-    return Estimate(whole, at_once, len(runs) - len(parts), words_for(own))
+            sources |= {"your runs" if timing.own else "published runs" for timing in found}
+        elif (model := counted[run.folder.parent]) is not None:
+            seconds[run.folder] = model
+            sources.add("counted operations")
+    parts = {r.folder: seconds[r.folder] * fraction_left(r) for r in runs if r.folder in seconds}
+    shared = sum(part / min(parallel[folder], len(runs)) for folder, part in parts.items())
+    whole = max(shared, *parts.values()) + START * (most > 1) if parts else 0.0
+    return Estimate(whole, most, len(runs) - len(parts), " and ".join(sorted(sources)))
 
 
-def words_for(own: set[bool]) -> str:
-    """Return what the times are of: own runs, published ones, or both."""
-    kinds = ["your runs"] * (True in own) + ["published runs"] * (False in own)
-    return " and ".join(kinds)
-
-
-def parallel_runs(runs: Iterable[Run]) -> int:
-    """Return how many of these runs a figure trains at once on this machine."""
-    if has_gpu() or all(run.config.scale == "smoke" for run in runs):
-        return 1
-    threads = [run.config.threads for run in runs]
-    return 1 if None in threads else jobs_at_once(max(t for t in threads if t))
+def parallel_runs(run: Run) -> int:
+    """Return how many runs like this one a figure trains at once on this machine."""
+    c = run.config
+    alone = has_gpu() or c.scale == "smoke" or c.threads is None
+    return 1 if alone else jobs_at_once(c.threads)
 
 
 def fraction_left(run: Run) -> float:
@@ -111,6 +120,40 @@ def similar(run: Run) -> list[Timing]:
     alike = [t for t in alike if t.is_local] or alike
     alike = [t for t in alike if t.setting == run.setting] or alike
     return [t for t in alike if t.optimizer == c.optimizer_name] or alike
+
+
+def modelled(run: Run) -> float | None:
+    """Return the time of a run from its counted operations; None if `make plan` has not run.
+
+    The model is corrected by the times of the same experiment at another scale, if there are any.
+    """
+    known, config = known_costs(), run.config
+    cost, rates = known.of(config), known.rates.get(device_key(config))
+    if cost is None or rates is None:
+        return None
+    return rates.seconds(cost.work) * correction(run, rates)
+
+
+def correction(run: Run, rates: Rates) -> float:
+    """Return the time of a run of this experiment at another scale, divided by the model's."""
+    for other in other_scales(run) if device_key(run.config) != "gpu" else ():
+        alike, cost = similar(other), known_costs().of(other.config)
+        if alike and cost is not None:
+            return median(t.seconds_here(other) for t in alike) / rates.seconds(cost.work)
+    return 1.0
+
+
+def other_scales(run: Run) -> list[Run]:
+    """Return the same experiment and optimizer at other scales, with usual settings."""
+    c = run.config
+    places = (f"results={c.results}", f"published={c.published}")
+    names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}")
+    found = list[Run]()
+    for scale in ("laptop", "paper"):
+        with suppress(ConfigError):  # no tuned values for this pair
+            if scale != c.scale:
+                found.append(Run(cached_config((*names, f"scale={scale}", *places))))
+    return found
 
 
 def is_timed(config: Config) -> bool:
@@ -153,9 +196,10 @@ def listed_timings(path: Path) -> dict[str, list[Timing]]:
     for row in index.read_index(path).values():
         if row["records"] == index.WITHOUT and row["status"] == Status.FINISHED and row["seconds"]:
             _, setting, _ = row["run"].split("/")
-            timed = Timing(
-                float(row["seconds"]), row["scale"], None, row["optimizer"], setting, {}, own=False
-            )
+            reached = re.match(r"step=(\d+)", row["metrics"])
+            steps = int(reached[1]) if reached else None
+            about = row["scale"], steps, row["optimizer"], setting, dict[str, Any]()
+            timed = Timing(float(row["seconds"]), *about, own=False)
             found.setdefault(row["experiment"], []).append(timed)
     return found
 
@@ -166,4 +210,4 @@ def rough_duration(seconds: float) -> str:
     '1.4 h'
     """
     unit, length = next(((u, n) for u, n in UNITS if seconds >= n), ("s", 1))
-    return f"{seconds / length:.2g} {unit}"
+    return f"{float(f'{seconds / length:.2g}'):,g} {unit}"

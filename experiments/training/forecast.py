@@ -42,7 +42,13 @@ def time_of(found: Estimate) -> str:
     if not found.seconds:
         return "time unknown (no finished run is similar)"
     source = f", estimated from {found.source}" if found.source else ""
-    return f"{found.words()}, {found.at_once} at a time{source}"
+    return f"{found.words()}, {found.at_once} at a time{source}{busy()}"
+
+
+def busy() -> str:
+    """Return a warning if other processes use the cores, which no estimate takes into account."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f" (longer while the machine is busy: load {load:.1f})" if load > cores else ""
 
 
 def output_of(runs: Sequence[Run]) -> str:
