@@ -120,8 +120,9 @@ def load_cifar10(
     [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
     """
     if device.type == "meta":
-        counts = (limit or CIFAR10_TRAIN, test_limit or CIFAR10_TEST)
-        return ImageSet(*(empty_images(n, CIFAR10_SIDE, device) for n in counts), CIFAR10_CLASSES)
+        some = empty_images(limit or CIFAR10_TRAIN, CIFAR10_SIDE, device)
+        others = empty_images(test_limit or CIFAR10_TEST, CIFAR10_SIDE, device)
+        return ImageSet(some, others, CIFAR10_CLASSES)
     rows = np.memmap(fetch(CIFAR10_FILES)[CIFAR10_FILE], np.uint8, "r").reshape(-1, ROW_BYTES)
     train, test = rows[:CIFAR10_TRAIN][:limit], rows[CIFAR10_TRAIN:][:test_limit]
     require_memory("CIFAR-10", train.size + test.size, device)

@@ -47,9 +47,9 @@ def load_tiny_imagenet(
     numbers of images, taken evenly from all classes.
     """
     if device.type == "meta":
-        counts = (limit or TINY_IMAGENET_TRAIN, test_limit or TINY_IMAGENET_TEST)
-        parts = (empty_images(count, size, device) for count in counts)
-        return ImageSet(*parts, classes or TINY_IMAGENET_CLASSES)
+        train = empty_images(limit or TINY_IMAGENET_TRAIN, size, device)
+        test = empty_images(test_limit or TINY_IMAGENET_TEST, size, device)
+        return ImageSet(train, test, classes or TINY_IMAGENET_CLASSES)
     with open_tree(find_tiny_imagenet()) as tree:
         listing = list_official(tree)
         if len(listing.train) < TINY_IMAGENET_TRAIN:

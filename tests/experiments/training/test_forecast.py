@@ -12,6 +12,7 @@ from experiments.training import forecast
 def runs(tmp_path, monkeypatch):
     """Return two seeds of a setting."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
 
     def runs(*words):
         words = [f"results={tmp_path / 'results'}", *words]
@@ -32,6 +33,13 @@ def test_the_time_its_source_and_the_files_are_reported(runs, monkeypatch):
         "about 1.5 min, 2 at a time, estimated from published runs; "
         "each run writes metrics.csv and run.json to results/runs"
     )
+
+
+def test_a_busy_machine_is_reported(runs, monkeypatch):
+    many = runs("experiment=mnist_mlp")
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    (line,) = lines_for(monkeypatch, many, 90)
+    assert " (longer while the machine is busy: load 1000.0); " in line
 
 
 def test_an_unknown_time_is_reported(runs):
