@@ -33,6 +33,7 @@ from pathlib import Path
 
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.config.paths import shown_path
 from experiments.products.make import (
     groups_of,
     keep_index,
@@ -167,7 +168,7 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     places["all"] = [Place(config.results, f"{suffix}-all", BOTH), own, published]
     page = place({"": [Run(config)]}, "report").with_suffix(".html")
     write_report(places[config.records], page)
-    print(page)
+    print(shown_path(page))
     if config.records == "own" and not (config.results / f"runs{suffix}.csv").exists():
         print(
             "it is empty: nothing has been made here yet; to see the published results, use "
