@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.config.errors import ConfigError
-from experiments.config.gpus import has_gpu, jobs_at_once
+from experiments.config.gpus import has_gpu
 from experiments.config.schema import Config
 from experiments.records import archive, index, provenance, record
 from experiments.records.costs import Rates, device_key, known_costs
@@ -73,37 +73,36 @@ def estimate(
 ) -> Estimate:
     """Estimate the time of runs of which `at_once` are trained in parallel.
 
-    `known` has the seconds of runs that were estimated in another way, by folder.
+    `known` has the seconds of settings that were measured, by folder.
     """
-    parallel = {run.folder: at_once or parallel_runs(run) for run in runs}
-    most = max(1, min(len(runs), max(parallel.values(), default=1)))
     seconds, sources = dict(known or {}), set[str]()
-    alike = {run.folder.parent: similar(run) for run in {r.folder.parent: r for r in runs}.values()}
-    counted = {
-        setting: modelled(run)
-        for setting, run in {r.folder.parent: r for r in runs}.items()
-        if not alike[setting] and run.folder not in seconds
-    }
-    for run in runs:
-        if run.folder in seconds:
-            continue
-        if found := alike[run.folder.parent]:
-            seconds[run.folder] = median(timing.seconds_here(run) for timing in found)
-            sources |= {"your runs" if timing.own else "published runs" for timing in found}
-        elif (model := counted[run.folder.parent]) is not None:
-            seconds[run.folder] = model
-            sources.add("counted operations")
-    parts = {r.folder: seconds[r.folder] * fraction_left(r) for r in runs if r.folder in seconds}
-    shared = sum(part / min(parallel[folder], len(runs)) for folder, part in parts.items())
-    whole = max(shared, *parts.values()) + START * (most > 1) if parts else 0.0
-    return Estimate(whole, most, len(runs) - len(parts), " and ".join(sorted(sources)))
+    for setting, run in {run.folder.parent: run for run in runs}.items():  # seeds are alike
+        if setting not in seconds and (found := guess(run)) is not None:
+            seconds[setting] = found[0]
+            sources |= found[1]
+    timed = [run for run in runs if run.folder.parent in seconds]
+    parts = [seconds[run.folder.parent] * fraction_left(run) for run in timed]
+    parallel = [min(at_once or parallel_runs(run), len(runs)) for run in timed]
+    shared = sum(part / count for part, count in zip(parts, parallel, strict=True))
+    most = max(parallel, default=1)
+    whole = max(shared, *parts) + START * (most > 1) if parts else 0.0
+    return Estimate(whole, most, len(runs) - len(timed), " and ".join(sorted(sources)))
+
+
+def guess(run: Run) -> tuple[float, set[str]] | None:
+    """Return the seconds of a run, and what they are estimated from."""
+    if alike := similar(run):
+        sources = {"your runs" if timing.own else "published runs" for timing in alike}
+        return median(timing.seconds_here(run) for timing in alike), sources
+    model = modelled(run)
+    return None if model is None else (model, {"counted operations"})
 
 
 def parallel_runs(run: Run) -> int:
     """Return how many runs like this one a figure trains at once on this machine."""
     c = run.config
     alone = has_gpu() or c.scale == "smoke" or c.threads is None
-    return 1 if alone else jobs_at_once(c.threads)
+    return 1 if alone else max(1, (os.cpu_count() or 1) // (c.threads or 1))
 
 
 def fraction_left(run: Run) -> float:

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from experiments.config.paths import ROOT
+from experiments.config.paths import ROOT, shown_path
 from experiments.records import archive
 from experiments.records.estimate import Estimate, estimate, is_timed, rough_duration
 from experiments.records.run import Run
@@ -28,10 +29,7 @@ def forecast_lines(runs: Sequence[Run], at_once: int | None) -> list[str]:
     if not runs:
         return []
     paces = measure_paces(untimed(runs))
-    known = {
-        run.folder: paces[run.folder.parent].seconds for run in runs if run.folder.parent in paces
-    }
-    found = estimate(runs, at_once, known)
+    found = estimate(runs, at_once, {folder: pace.seconds for folder, pace in paces.items()})
     lines = [f"{time_of(found)}; {output_of(runs)}"]
     lines += [pace.line for pace in paces.values() if pace.seconds > SLOW]
     return lines + ([f"to make it shorter: {shorter(runs, found)}"] if found.seconds > LONG else [])
@@ -40,7 +38,7 @@ def forecast_lines(runs: Sequence[Run], at_once: int | None) -> list[str]:
 def time_of(found: Estimate) -> str:
     """Return the time in words, with what it is estimated from."""
     if not found.seconds:
-        return "time unknown (no finished run is similar)"
+        return "time unknown, no finished run is similar (make plan counts operations)"
     source = f", estimated from {found.source}" if found.source else ""
     return f"{found.words()}, {found.at_once} at a time{source}{busy()}"
 
@@ -52,9 +50,8 @@ def busy() -> str:
 
 
 def output_of(runs: Sequence[Run]) -> str:
-    folder = runs[0].config.results / "runs"
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return f"each run writes metrics.csv and run.json to {shown}"
+    folder = shown_path(runs[0].config.results / "runs")
+    return f"each run writes metrics.csv and run.json to {folder}"
 
 
 def shorter(runs: Sequence[Run], found: Estimate) -> str:
@@ -62,9 +59,9 @@ def shorter(runs: Sequence[Run], found: Estimate) -> str:
     c = runs[0].config
     ways = ["scale=smoke (with make: SCALE=smoke), a test in seconds"] * (c.scale != "smoke")
     ways += ["scale=laptop"] * (c.scale == "paper" and c.cpu_scale == "laptop")
-    published = {run.folder for run in runs if run.entry in published_entries(run)}
+    published = sum(is_published(run) for run in runs)
     if published and c.records == "own":
-        ways.append(f"records=all, which uses {len(published)} published runs")
+        ways.append(f"records=all, which uses {published} published runs")
     if len({run.config.seed for run in runs}) > 1:
         ways.append("fewer seeds")
     if found.at_once < min(len(runs), (os.cpu_count() or 1) // (c.threads or 1)):
@@ -72,9 +69,13 @@ def shorter(runs: Sequence[Run], found: Estimate) -> str:
     return "; ".join([*ways, "python run.py -m engine=slurm on a cluster"])
 
 
-def published_entries(run: Run) -> set[str]:
-    infos = archive.load_infos(run.config.published, run.config.experiment)
-    return {info["run"] for info in infos}
+def is_published(run: Run) -> bool:
+    return run.entry in published_entries(run.config.published, run.config.experiment)
+
+
+@cache
+def published_entries(published: Path, experiment: str) -> set[str]:
+    return {info["run"] for info in archive.load_infos(published, experiment)}
 
 
 # -- optimizers that were never timed on a problem without data --------------------------------

@@ -44,7 +44,9 @@ def test_a_busy_machine_is_reported(runs, monkeypatch):
 
 def test_an_unknown_time_is_reported(runs):
     (line,) = forecast.forecast_lines(runs("experiment=wgan_gp", "scale=smoke"), None)
-    assert line.startswith("time unknown (no finished run is similar); ")
+    assert line.startswith(
+        "time unknown, no finished run is similar (make plan counts operations); "
+    )
     assert forecast.forecast_lines([], None) == []
 
 
