@@ -7,6 +7,7 @@
     python -m experiments claims        theory, then judge every claim whose runs exist
     python -m experiments status        finished, failed and missing runs, and the time left
     python -m experiments status figure-4 table-5    … of these, with commands for what is missing
+    python -m experiments plan scale=paper      runs, operations, memory and hours of everything
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments show results/runs/mnist_lr/adam-f577cce9      curves in the terminal
     python -m experiments show experiment=mnist_lr optimizer=adam,adashift --out curves.png
@@ -163,6 +164,13 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
         print(line)
 
 
+def plan_products(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.products.plan import plan
+
+    for line in plan(names, overrides):
+        print(line, flush=True)
+
+
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.report import BOTH, PUBLISHED, YOURS, Place, write_report
 
@@ -208,7 +216,7 @@ def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
     print(publish_dashboard(figures, entity, tracking.project))
 
 
-TAKES_NAMES = ("figure", "table", "status")
+TAKES_NAMES = ("figure", "table", "status", "plan")
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "figure": partial(product, "figure"),
@@ -217,6 +225,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "surprises": partial(claim_file, "surprises"),
     "claims": claims,
     "status": status,
+    "plan": plan_products,
     "report": report,
     "verify": verify_results,
     "publish": publish_results,
