@@ -20,7 +20,7 @@ SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.y
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
+.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status plan report \
         publish verify dashboard wandb-sync tensorboard bench-optimizer bench-training bench-engines gpu-check \
         kill-and-resume fuzz recordings test test-slurm \
         test-all test-examples lint audit format setup setup-cluster lock docker docker-cpu clean distclean
@@ -64,7 +64,9 @@ theory surprises claims: $(READY)
 
 ##   status                 count finished, running, failed (with the error) and missing runs, estimate the time left;
 ##                          FIGURE=4 or TABLE=5 selects one and prints the commands for its missing runs
-status: $(READY)
+##   plan                   SCALE=paper: the runs, operations, memory and hours of every figure and table, on this
+##                          machine and on named GPUs, before anything is trained; FIGURE=4 or TABLE=5 selects one
+status plan: $(READY)
 	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) $(WORDS)
 
 ##   sweep-betas …          run a sweep of conf/sweep; needs ARGS="experiment=resnet_cifar10 optimizer=adashift"

@@ -7,6 +7,7 @@
     python -m experiments claims        theory, then judge every claim whose runs exist
     python -m experiments status        finished, failed and missing runs, and the time left
     python -m experiments status figure-4 table-5    … of these, with commands for what is missing
+    python -m experiments plan scale=paper      runs, operations, memory and hours of everything
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments show results/runs/mnist_lr/adam-f577cce9      curves in the terminal
     python -m experiments show experiment=mnist_lr optimizer=adam,adashift --out curves.png
@@ -32,6 +33,7 @@ from typing import NoReturn
 
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError, NotPublishedError, nearest
+from experiments.config.paths import shown_path
 from experiments.products.make import (
     groups_of,
     keep_index,
@@ -162,6 +164,13 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
         print(line)
 
 
+def plan_products(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.products.plan import plan
+
+    for line in plan(names, overrides):
+        print(line, flush=True)
+
+
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.report import BOTH, PUBLISHED, YOURS, Place, write_report
 
@@ -173,7 +182,7 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     places["all"] = [Place(config.results, f"{suffix}-all", BOTH), own, published]
     page = place({"": [Run(config)]}, "report").with_suffix(".html")
     write_report(places[config.records], page)
-    print(page)
+    print(shown_path(page))
     if config.records == "own" and not (config.results / f"runs{suffix}.csv").exists():
         print(
             "it is empty: nothing has been made here yet; to see the published results, use "
@@ -207,7 +216,7 @@ def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
     print(publish_dashboard(figures, entity, tracking.project))
 
 
-TAKES_NAMES = ("figure", "table", "status")
+TAKES_NAMES = ("figure", "table", "status", "plan")
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "figure": partial(product, "figure"),
@@ -216,6 +225,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "surprises": partial(claim_file, "surprises"),
     "claims": claims,
     "status": status,
+    "plan": plan_products,
     "report": report,
     "verify": verify_results,
     "publish": publish_results,

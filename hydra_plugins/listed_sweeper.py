@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.command_line import OF_A_SWEEP
 from experiments.config.compose import compose, expand
@@ -50,6 +50,7 @@ class ListedSweeper(Sweeper):
     def __init__(self, params: Mapping[str, Any], points: Sequence[str]) -> None:
         self.params, self.points = params, points
         self.launched, self.in_turn, self.shared = 0, False, list[str]()
+        self.at_once: int | None = None  # runs that the launcher trains in parallel, if it says so
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -63,6 +64,9 @@ class ListedSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
+        limits = ("n_jobs", "array_parallelism")  # of joblib and Slurm
+        parallel = [OmegaConf.select(config, f"hydra.launcher.{key}") for key in limits]
+        self.at_once = 1 if self.in_turn else parallel[0] or parallel[1]
         if choices["hydra/launcher"] == "submitit_slurm":
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
@@ -78,7 +82,7 @@ class ListedSweeper(Sweeper):
             raise ConfigError("the sweep has no runs: check its ranges")
         self.words = {folder: job.words for folder, job in jobs.items()}
         try:
-            train_all([job.run for job in jobs.values()], self.launch, "sweep")
+            train_all([job.run for job in jobs.values()], self.launch, "sweep", self.at_once)
         except FailedRunsError:
             print_report(jobs.values())
             raise

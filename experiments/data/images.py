@@ -139,7 +139,7 @@ class Augment:
 
 def frame_colour(fill: Tensor | Sequence[int] | int) -> Tensor:
     """Return three uint8 values in a shape that broadcasts over images."""
-    values = torch.as_tensor(fill).flatten()
+    values = torch.as_tensor(fill).flatten().cpu()
     if len(values) not in (1, 3) or values.is_floating_point() or (values.long() >> 8).any():
         raise ValueError(f"fill is {values.tolist()}; expected one or three integers from 0 to 255")
     return values.to(torch.uint8).expand(3).reshape(3, 1, 1)
@@ -218,6 +218,12 @@ def generate_images(
         return on_device(images, labels, device)
 
     return ImageSet(draw(limit or 512), draw(test_limit or 128), classes)
+
+
+def empty_images(count: int, side: int, device: torch.device) -> Images:
+    """Return images without values: the meta device needs shapes only, and no files."""
+    pixels = torch.empty(count, 3, side, side, dtype=torch.uint8, device=device)
+    return Images(pixels, torch.empty(count, dtype=torch.int64, device=device))
 
 
 def on_device(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.config.paths import shown_path
 from experiments.config.schema import Config
 from experiments.products.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.products.schema import CurvesPanel, Spec
@@ -89,9 +90,9 @@ def write_figure_files(name: str, spec: Spec, groups: Groups) -> str:
     stem, config = place(groups, f"figures/{name}"), config_of(groups)
     count = len(all_runs(groups))
     if not draw_figure(spec, groups, stem):
-        return f"{stem}.png, .pdf and .csv are up to date with {count} runs"
+        return f"{shown_path(stem)}.png, .pdf and .csv are up to date with {count} runs"
     publish_figure(config, name, stem.with_suffix(".png"))
-    return f"{stem}.png, .pdf and .csv drawn from {count} runs"
+    return f"{shown_path(stem)}.png, .pdf and .csv drawn from {count} runs"
 
 
 def write_table_files(name: str, spec: Spec, groups: Groups) -> str:

@@ -118,6 +118,8 @@ class Trajectory(Task):
     def take_block(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         if self.t == 0:
             self.chain = chain_or_none(optimizer)
+            if self.chain is None:
+                self.slow_because = "it has no filter form, so its steps are taken one by one"
             if self.done:
                 self.repeat()
             elif self.warm_up:

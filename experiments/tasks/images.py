@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -84,7 +85,8 @@ class ImageClassifier(Task):
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.trainer.autocast):
+        lower = torch.autocast(self.device.type, torch.bfloat16) if self.trainer.autocast else None
+        with lower or nullcontext():
             answer: Tensor = self.forward(images)
         return answer.float()
 

@@ -13,6 +13,7 @@ import torch
 
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
+from experiments.config.paths import shown_path
 from experiments.config.schema import Config
 from experiments.progress import Progress, message
 from experiments.records.archive import Published
@@ -28,7 +29,6 @@ from experiments.training.device import device_for, noted_kernels, set_up_torch
 from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
-from experiments.training.run_summary import shown_path
 from experiments.training.scheduler import scale_notice
 from experiments.training.signals import stop_request
 from experiments.training.watch import RunProgress

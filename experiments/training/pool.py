@@ -28,11 +28,11 @@ def execute_all(runs: Sequence[Run], title: str, tags: Tags = no_tags) -> None:
     """Train the runs that are not finished on this machine, as many at a time as it can take."""
     without_data.clear()
     with answered_at_once():
-        train_all(runs, engine_for([run for run in runs if run.needs_training], tags), title)
+        count = side_by_side([run for run in runs if run.needs_training])
+        train_all(runs, engine_for(count, tags), title, at_once=count)
 
 
-def engine_for(runs: Sequence[Run], tags: Tags) -> Engine:
-    count = side_by_side(runs)
+def engine_for(count: int, tags: Tags) -> Engine:
     return partial(in_turn, tags) if count == 1 else partial(in_pool, tags, count)
 
 
