@@ -16,6 +16,7 @@ import torch
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
 from experiments.records.files import locked
+from experiments.training.speed import set_precision
 
 ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
 
@@ -28,6 +29,7 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
     same = device.type == "cpu" if config.deterministic is None else config.deterministic
     torch.use_deterministic_algorithms(same, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    set_precision(config.speed == "fast", device, same)
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = same
         if same:

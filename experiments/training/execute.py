@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +26,18 @@ from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
+from experiments.training.graphs import GraphedSteps, can_be_captured, make_capturable
 from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
 from experiments.training.scheduler import scale_notice
 from experiments.training.signals import stop_request
+from experiments.training.speed import task_node
 from experiments.training.watch import RunProgress
 
 Announce = Callable[[str], None]
 Tags = Callable[[Run], list[str]]
+Schedule = Callable[[float], float]
 
 
 def no_tags(run: Run) -> list[str]:
@@ -145,7 +148,7 @@ def check_trainable(run: Run) -> None:
 
 def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, partial[Status]]:
     """Return the task or measurement and its loop, which lacks the record and the checkpoint."""
-    task = build(config.task, "task", seed=config.seed, device=device)
+    task = build(task_node(config, device), "task", seed=config.seed, device=device)
     if not isinstance(task, Task | Measurement):
         raise ConfigError(
             f"task._target_={config.task['_target_']} builds a {type(task).__name__}; "
@@ -156,16 +159,28 @@ def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, p
     if isinstance(task, Measurement):
         loop = prepare_measurement(config, task)
     else:
-        loop = prepare_training(config, task)
+        loop = prepare_training(config, task, device)
     torch.manual_seed(config.seed)  # for dropout, which uses the global generator
     return task, loop
 
 
-def prepare_training(config: Config, task: Task) -> partial[Status]:
+def prepare_training(config: Config, task: Task, device: torch.device) -> partial[Status]:
     optimizers = make_optimizers(config, task)
     steps, log_every = length_of(config, task)
     schedule = make_schedule(config)
-    return partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+    loop = partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+    if config.speed == "fast" and device.type == "cuda" and uses_graphs(task, optimizers, schedule):
+        for optimizer in optimizers.values():
+            make_capturable(optimizer)
+        loop = partial(loop, take_step=GraphedSteps())
+    return loop
+
+
+def uses_graphs(
+    task: Task, optimizers: Mapping[str, torch.optim.Optimizer], schedule: Schedule | None
+) -> bool:
+    """Whether steps can be CUDA graphs; a graph keeps the learning rate of its capture."""
+    return task.capturable and schedule is None and all(map(can_be_captured, optimizers.values()))
 
 
 def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:
@@ -230,7 +245,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def make_schedule(config: Config) -> Callable[[float], float] | None:
+def make_schedule(config: Config) -> Schedule | None:
     if config.schedule is None:
         return None
     schedule = build(config.schedule, "schedule")
@@ -238,4 +253,4 @@ def make_schedule(config: Config) -> Callable[[float], float] | None:
     if isinstance(schedule, partial):
         # Hydra's wrapper checks its target in every call, which takes longer than a small step.
         schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
-    return cast(Callable[[float], float], schedule)
+    return cast(Schedule, schedule)
