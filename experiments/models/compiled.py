@@ -17,8 +17,8 @@ def compiled(function: Function, *, dynamic: bool = False, graphs: bool = False)
     deep, narrow network takes less time than its launches. Compiled code belongs to the class, not
     to the network, so the next seed in this process uses it again.
     """
-    import torch._inductor.config  # takes a second, so it is imported late
+    from torch._inductor import config  # takes a second, so it is imported late
 
-    torch._inductor.config.fallback_random = True  # dropout draws the same as without compiling
+    config.fallback_random = True  # dropout draws the same as without compiling
     mode = "reduce-overhead" if graphs else "default"
     return torch.compile(function, dynamic=dynamic, mode=mode)  # type: ignore[return-value]

@@ -110,9 +110,9 @@ class Run:
     def words(self) -> list[str]:
         """Return the overrides of that command line."""
         c = self.config
-        fast = ("speed=fast",) if c.speed == "fast" else ()
-        names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
-        names += fast
+        named = {"experiment": c.experiment, "optimizer": c.optimizer_name, "scale": c.scale}
+        named |= {"speed": c.speed} if c.speed == "fast" else {}
+        names = tuple(f"{key}={value}" for key, value in named.items())
         values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMED))
         try:
             plain = leaves(cached_config(names).identity())

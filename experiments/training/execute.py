@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -13,6 +13,7 @@ import torch
 
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
+from experiments.config.gpus import runs_on_a_gpu
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
 from experiments.progress import Progress
@@ -62,7 +63,7 @@ def execute(
     if run.done and not run.config.force:
         return report_done(run, announce)
     check_trainable(run)
-    with device_for(run.config.device) as device, process_group(device) as group:
+    with on_device(run.config, announce) as device, process_group(device) as group:
         deterministic = set_up_torch(run.config, device)
         # Everything that can be invalid is built before the first file is written.
         execution = Execution(run, device, deterministic, *prepare(run.config, device))
@@ -75,6 +76,11 @@ def execute(
                 announce(f"another process has trained it: {shown_path(run.folder)}")
                 return run.status
             return execution.lead(group, announce, tags, shown)
+
+
+def on_device(config: Config, announce: Announce) -> AbstractContextManager[torch.device]:
+    runs_per_gpu = runs_on_a_gpu(config.runs_per_gpu, config.gpu_memory)
+    return device_for(config.device, runs_per_gpu, announce)
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,16 @@ class Execution:
         load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
         resuming = load if self.task.resumable else {}
         group.start()
+        if self.device.type == "cuda":  # of this run, not of the one before in this process
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         with noted_kernels() as kernels:
             record.status = self.training(record=record, progress=progress, **resuming)
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self.device)
+            record.about["gpu_memory"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
 
     def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
