@@ -31,7 +31,7 @@ from adashift.reference import AdaShiftReference
 from benchmarks.common import bullet_list, environment, interleave
 from benchmarks.optimizer import Shapes, numel, parameter_lists, state_bytes
 from experiments.config.compose import compose
-from experiments.config.paths import CONF, ROOT, choices_of
+from experiments.config.paths import ROOT, choices_of
 from experiments.products.markdown import markdown_table
 from experiments.products.verify import cheapest_of, repeated
 from experiments.records.agreement import DIFFERENT, compare
@@ -147,7 +147,7 @@ def check_rows(device: torch.device) -> pd.DataFrame:
 
 
 def smoke_run(experiment: str, *words: str) -> Run:
-    tuned = (CONF / "tuned" / experiment / "adashift.yaml").exists()
+    tuned = "adashift" in choices_of(f"tuned/{experiment}")
     optimizer = ("optimizer=adashift", *SHORT) if tuned else ("optimizer=adam",)
     fixed = (f"experiment={experiment}", *optimizer, "scale=smoke", "tracking=off")
     return Run(compose([*fixed, *words]))
