@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -74,7 +75,7 @@ class Config(BaseModel):
     checkpoint_every: NonNegativeFloat  # seconds
     deterministic: bool | None = None  # None: true on a CPU, where it costs nothing
     speed: Literal["exact", "fast"] = "exact"  # fast: rounds differently, so it is another run
-    runs_per_gpu: PositiveInt | Literal["auto"] = "auto"
+    runs_per_gpu: Annotated[str, BeforeValidator(str), Field(pattern=r"^(auto|[1-9]\d*)$")] = "auto"
     gpu_memory: PositiveFloat = 1.0  # GiB that a run needs on a GPU
 
     @field_serializer("schedule", "task", "optimizer", when_used="json")

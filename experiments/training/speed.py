@@ -19,10 +19,9 @@ def set_precision(fast: bool, device: torch.device, deterministic: bool) -> None
     """
     if device.type != "cuda":
         return
-    precision = "tf32" if fast else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
+    # Not the newer fp32_precision: after it, torch.compile fails where it reads these switches.
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.cudnn.allow_tf32 = fast
     torch.backends.cudnn.benchmark = fast and not deterministic
 
 

@@ -1,9 +1,11 @@
 """How many runs share the GPUs of a machine, with an nvidia-smi that only prints."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from experiments.config import gpus
 from experiments.config.compose import compose
+from experiments.config.paths import CONF
 
 
 @pytest.fixture
@@ -61,9 +63,29 @@ def test_without_a_gpu_cores_decide(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert gpus.runs_on_a_gpu("auto", 1) == 1 and gpus.memory_of_a_gpu() == 0
-    assert gpus.jobs_at_once(4, "auto", 1) == 2 and gpus.jobs_at_once(None, "auto", 1) == 8
+    jobs = [gpus.jobs_at_once(threads, "auto", 1) for threads in (None, 1, 3, 9)]
+    assert jobs == [8, 8, 2, 1]
 
 
 def test_an_experiment_says_how_much_memory_its_runs_need():
     memory = {name: compose([f"experiment={name}"]).gpu_memory for name in ("mnist_lr", "nmt")}
     assert memory == {"mnist_lr": 1, "nmt": 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs", "part"),
+    [
+        ({}, 8, 0.25),
+        ({"gpu_memory": 8}, 4, 0.5),
+        ({"gpu_memory": 8, "runs_per_gpu": 3}, 6, 1 / 3),
+    ],
+)
+def test_engines_start_as_many_runs_as_the_gpus_take(machine, words, jobs, part):
+    machine(2)
+    config = {"threads": None, "runs_per_gpu": "auto", **words}
+    joblib, ray = (
+        OmegaConf.merge(OmegaConf.load(CONF / "engine" / f"{name}.yaml"), config).hydra.launcher
+        for name in ("joblib", "ray")
+    )
+    assert joblib.n_jobs == jobs
+    assert ray.ray.remote.num_gpus == part

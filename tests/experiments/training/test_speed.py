@@ -23,11 +23,8 @@ SHORT = ["optimizer.n=2", "optimizer.m=null"]  # so that a smoke run moves its p
 
 @pytest.fixture(autouse=True)
 def torch_settings_are_restored():
-    names = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    before = [name.fp32_precision for name in names]
     yield
-    for name, value in zip(names, before, strict=True):
-        name.fp32_precision = value
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
 
@@ -64,11 +61,14 @@ def test_a_product_of_fast_runs_has_its_own_file(tmp_path):
 
 
 def test_a_gpu_computes_in_full_precision_unless_fast():
-    flags = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    for fast, expected in ((True, "tf32"), (False, "ieee")):
+    """torch.compile reads both kinds of switches, and torch raises an error if they disagree."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    for fast in (True, False, True):
         speed.set_precision(fast, CUDA, deterministic=False)
-        assert [flag.fp32_precision for flag in flags] == [expected] * 3
-        assert torch.backends.cudnn.benchmark is fast
+        assert cuda.allow_tf32 is cudnn.allow_tf32 is cudnn.benchmark is fast
+        found = {cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision}
+        assert ("tf32" in found) is fast and (found == {"tf32"} or not fast)
+        assert torch.get_float32_matmul_precision() == ("high" if fast else "highest")
     speed.set_precision(True, CUDA, deterministic=True)
     assert torch.backends.cudnn.benchmark is False
 
