@@ -35,6 +35,7 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     set_precision(config.speed == "fast", device, same)
     if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # of streams and graphs
         torch.backends.cudnn.deterministic = same
         if same:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS

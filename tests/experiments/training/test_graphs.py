@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adashift import AdamNC, AdaShift
+from experiments.config.build import build
 from experiments.task import Step
 from experiments.training import execute as execution
 from experiments.training.execute import prepare
@@ -114,3 +115,17 @@ def test_which_runs_use_graphs(tmp_path, experiment, optimizer, words, expected)
     assert isinstance(loop.keywords.get("take_step"), GraphedSteps) is expected
     loop = execution.prepare_training(config, task, CPU)
     assert "take_step" not in loop.keywords
+
+
+@pytest.mark.parametrize("experiment", ["mnist_lr", "mnist_mlp", "ill_conditioned"])
+def test_a_step_that_is_captured_reads_nothing_on_the_host(tmp_path, experiment):
+    """Reading a number of the meta device raises an error, as a capture does."""
+    meta = torch.device("meta")
+    node = run_of(tmp_path, experiment).config.task
+    task = build(node, "task", seed=0, device=meta)
+    assert task.capturable
+    (params,) = task.players().values()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step, _ in zip(task.steps(), range(2), strict=False):
+        step.take(optimizer)
+    assert all(p.grad is not None and p.grad.device == meta for p in params)
