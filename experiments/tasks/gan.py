@@ -118,9 +118,9 @@ class GAN(Task):
         pair.to(device).to(memory_format=self.layout)
         assert isinstance(pair, Pair)
         self.critic, self.generator = pair.critic, pair.generator
-        self.score, self.gradient = self.critic.forward, self.critic.gradient
         if trainer.compile:
-            self.score, self.gradient = compiled(self.score), compiled(self.gradient)
+            self.critic.forward = compiled(self.critic.forward)  # type: ignore[method-assign]
+            self.critic.gradient = compiled(self.critic.gradient)  # type: ignore[method-assign]
         self.batches = Batches(len(pixels), trainer.batch, generator(seed, "order"), device)
         self.noise = generator(seed, "noise")
         self.test_noise = self.draw(len(self.data.test.pixels))
@@ -148,7 +148,7 @@ class GAN(Task):
     def critic_loss(self, rows: Tensor) -> Tensor:
         real = self.images(self.data.train.pixels.index_select(0, rows))
         fake = self.generated(self.draw(len(real)))
-        scores = self.score(torch.cat([real, fake]))
+        scores = self.critic(torch.cat([real, fake]))
         points = self.objective.points(self.between(real, fake))
         slopes = self.slopes(points)
         if self.turn == self.trainer.critic_steps:
@@ -158,7 +158,7 @@ class GAN(Task):
     def generator_loss(self) -> Tensor:
         """Return −mean D(G(z)), for every objective of the critic."""
         self.critic.requires_grad_(False)  # saves computing gradients that are not used
-        score = self.score(self.generator(self.draw(self.trainer.batch))).mean()
+        score = self.critic(self.generator(self.draw(self.trainer.batch))).mean()
         self.critic.requires_grad_(True)
         return -score
 
@@ -181,13 +181,13 @@ class GAN(Task):
         return torch.lerp(real, fake, part)
 
     def slopes(self, points: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(self.gradient(points), dim=(1, 2, 3))
+        return torch.linalg.vector_norm(self.critic.gradient(points), dim=(1, 2, 3))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the critic's distance of test and generated images, and its slope halfway."""
         real, fake = self.images(self.data.test.pixels), self.generated(self.test_noise)
-        distance = self.score(real).mean() - self.score(fake).mean()
+        distance = self.critic(real).mean() - self.critic(fake).mean()
         slope = self.slopes((real + fake) / 2).mean()
         return {"test_distance": float(distance), "test_slope": float(slope)}
 
