@@ -113,7 +113,8 @@ bench-training: $(READY)
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
-##   gpu-check              AdaShift on your GPU: correctness, time per step, launches, memory: results/gpu-check.md
+##   gpu-check              your GPU: AdaShift beside its reference, every experiment beside a CPU, time per step:
+##                          results/gpu-check.md
 gpu-check: $(READY)
 	@$(PY) -m benchmarks.gpu_check $(ARGS)
 

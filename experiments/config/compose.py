@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.command_line import explain_unknown_key, parse_override
 from experiments.config.errors import ConfigError, invalid, one_line_errors, unknown_choice
-from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
+from experiments.config.gpus import gpus_of_a_job, has_gpu, jobs_at_once
 from experiments.config.paths import CONF, ROOT, described
 from experiments.config.schema import PARTS, Config, leaves
 
@@ -54,7 +54,7 @@ OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
 
 OmegaConf.register_new_resolver("cores_of_a_job", lambda threads: threads or 1, replace=True)
 
-OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), replace=True)
+OmegaConf.register_new_resolver("gpus_of_a_job", gpus_of_a_job, replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:

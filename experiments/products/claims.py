@@ -114,7 +114,7 @@ def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
 
 
 def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
-    scales = {run.config.scale for run in needed(claim, groups)}
+    scales = {run.config.shown_scale for run in needed(claim, groups)}
     return {
         "id": claim.id,
         "place": claim.place,

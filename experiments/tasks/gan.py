@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from experiments.data.batches import Batches, generator
 from experiments.data.images import ImageSet
+from experiments.models.compiled import compiled
 from experiments.models.gan import Networks, Pair
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
@@ -89,11 +90,12 @@ class MaxGP(WassersteinGP):
 
 @dataclass(frozen=True)
 class GanTrainer:
-    """Batch size, order of steps, and a setting for speed that does not change the maths."""
+    """Batch size, order of steps, and settings for speed that do not change the maths."""
 
     batch: PositiveInt
     critic_steps: PositiveInt  # per round
     channels_last: bool = False  # memory layout of images and kernels
+    compile: bool = False  # torch.compile, of the critic
 
 
 class GAN(Task):
@@ -116,6 +118,9 @@ class GAN(Task):
         pair.to(device).to(memory_format=self.layout)
         assert isinstance(pair, Pair)
         self.critic, self.generator = pair.critic, pair.generator
+        if trainer.compile:
+            self.critic.forward = compiled(self.critic.forward)  # type: ignore[method-assign]
+            self.critic.gradient = compiled(self.critic.gradient)  # type: ignore[method-assign]
         self.batches = Batches(len(pixels), trainer.batch, generator(seed, "order"), device)
         self.noise = generator(seed, "noise")
         self.test_noise = self.draw(len(self.data.test.pixels))

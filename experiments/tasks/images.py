@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from experiments.data.batches import Batches, generator
 from experiments.data.images import Augment, ImageSet, Standardise
+from experiments.models.compiled import compiled
 from experiments.task import Step, Task
 from experiments.training import collectives
 
@@ -60,7 +61,8 @@ class ImageClassifier(Task):
                 f"{collectives.world_size()}, the number of processes"
             )
         net = collectives.shared(self.net, device)
-        self.forward = torch.compile(net) if trainer.compile else net
+        graphs = device.type == "cuda" and collectives.world_size() == 1
+        self.forward = compiled(net, graphs=graphs) if trainer.compile else net
         train = self.data.train
         self.standardise = Standardise.of(train) if standardise else Standardise.none(device)
         self.noise = generator(seed, "noise")

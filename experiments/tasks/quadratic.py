@@ -155,6 +155,7 @@ class TwoLayerLinear(Task):
             self.whole = self.objective(second_moment(self.samples))
         if sampled is not None and batch is not None:
             self.batches = Batches(sampled, batch, generator(seed, "order"), device)
+        self.capturable = self.batches is None
 
     def objective(self, moment: Tensor) -> Objective:
         return Objective(self.w1, self.w2, self.target, moment)

@@ -20,6 +20,7 @@ from experiments.data.batches import generator
 from experiments.data.text import END, START, Buckets, Pairs
 from experiments.data.translation import MAX_WORDS, Corpus
 from experiments.models.beam import Found, beam_search
+from experiments.models.compiled import compiled
 from experiments.models.seq2seq import Translator
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
@@ -33,6 +34,7 @@ class TranslationTrainer:
     batch: PositiveInt
     buckets: PositiveInt  # of sentences of similar length
     clip: PositiveFloat  # maximum norm of all gradients together
+    compile: bool = False  # torch.compile, of a step of the decoder; does not change the maths
 
 
 class Translation(Task):
@@ -60,6 +62,8 @@ class Translation(Task):
         }
         self.net = initialised(partial(model, **words), seed)
         self.net.to(device)
+        if trainer.compile:
+            self.net.step = compiled(self.net.step, dynamic=True)  # type: ignore[method-assign]
         train = self.data.train
         lengths = torch.maximum(train.source.lengths, train.target.lengths - 2)
         width = -(-MAX_WORDS // trainer.buckets)

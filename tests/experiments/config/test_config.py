@@ -357,15 +357,6 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
     assert gpus.count_gpus() == count
 
 
-@pytest.mark.parametrize(
-    ("count", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
-)
-def test_parallel_jobs_are_one_per_gpu_or_fill_the_cores(monkeypatch, count, threads, jobs):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr("experiments.config.gpus.count_gpus", lambda: count)
-    assert gpus.jobs_at_once(threads) == jobs
-
-
 @pytest.mark.parametrize("name", paths.choices_of("engine"))
 def test_an_engine_is_not_part_of_the_identity(name):
     """Without make setup-cluster its launcher is missing: then the error names that command."""

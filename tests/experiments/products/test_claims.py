@@ -28,7 +28,9 @@ class FakeRun:
     config: SimpleNamespace = field(init=False)
 
     def __post_init__(self):
-        self.config = SimpleNamespace(seed=self.seed, scale="paper", digest=lambda: f"{self.value}")
+        self.config = SimpleNamespace(
+            seed=self.seed, shown_scale="paper", digest=lambda: f"{self.value}"
+        )
 
     def metrics(self):
         return pd.DataFrame({"step": [1, 2], "x": [0.0, self.value]})
