@@ -231,7 +231,7 @@ distclean: clean
 
 ##
 ## Variables
-##   SCALE=auto             paper, laptop, smoke; auto: paper if this machine can run it, else laptop
+##   SCALE=auto             paper, desktop, laptop, smoke; auto: paper if this machine can run it, else laptop
 ##   RECORDS=own            own: your runs, missing ones are trained; published: never train; all: your runs, else
 ##                          published ones, else train
 ##   EXTRA=my_optimizer     another curve in a figure: a file of conf/optimizer, or several separated by commas

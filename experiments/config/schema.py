@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,9 @@ from pydantic import (
 
 # Parts of a task that are top-level keys of the config, to be short to type: data.limit=2000.
 PARTS = ("data", "model", "trainer")
+
+Scale = Literal["paper", "desktop", "laptop", "smoke"]
+SCALES = get_args(Scale)  # the largest first
 
 # Keys that do not change the results of a run: runs that differ only in these are the same run.
 OUTSIDE_IDENTITY = {
@@ -54,8 +57,8 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     experiment: str
     optimizer_name: str
-    scale: Literal["paper", "laptop", "smoke"]
-    cpu_scale: Literal["paper", "laptop"]
+    scale: Scale
+    cpu_scale: Literal["paper", "desktop", "laptop"]
     cpu_threads: PositiveInt | None = None  # what an experiment requests; `threads` is what it gets
     metrics: list[str] = []  # what the experiment records, the main one first; * is any text
     best: Literal["highest", "lowest"] | None = None  # of the main metric; None: neither
