@@ -113,7 +113,8 @@ bench-training: $(READY)
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
-##   gpu-check              AdaShift on your GPU: correctness, time per step, launches, memory: results/gpu-check.md
+##   gpu-check              your GPU: AdaShift beside its reference, every experiment beside a CPU, time per step:
+##                          results/gpu-check.md
 gpu-check: $(READY)
 	@$(PY) -m benchmarks.gpu_check $(ARGS)
 
@@ -230,7 +231,7 @@ distclean: clean
 
 ##
 ## Variables
-##   SCALE=auto             paper, laptop, smoke; auto: paper if this machine can run it, else laptop
+##   SCALE=auto             paper, desktop, laptop, smoke; auto: paper if this machine can run it, else laptop
 ##   RECORDS=own            own: your runs, missing ones are trained; published: never train; all: your runs, else
 ##                          published ones, else train
 ##   EXTRA=my_optimizer     another curve in a figure: a file of conf/optimizer, or several separated by commas

@@ -41,6 +41,7 @@ from experiments.products.make import (
     make_figure_with,
     place,
     show,
+    speed_suffix,
     train_missing,
     update_verdicts,
 )
@@ -175,7 +176,7 @@ def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.report import BOTH, PUBLISHED, YOURS, Place, write_report
 
     config = compose(overrides)
-    suffix = "-smoke" if config.scale == "smoke" else ""
+    suffix = ("-smoke" if config.scale == "smoke" else "") + speed_suffix(config)
     own = Place(config.results, suffix, YOURS)
     published = Place(config.published, suffix, PUBLISHED)
     places = {"own": [own], "published": [published]}

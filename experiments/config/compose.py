@@ -25,14 +25,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.command_line import explain_unknown_key, parse_override
 from experiments.config.errors import ConfigError, invalid, one_line_errors, unknown_choice
-from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
+from experiments.config.gpus import gpus_of_a_job, has_gpu, jobs_at_once
 from experiments.config.paths import CONF, ROOT, described
-from experiments.config.schema import PARTS, Config, leaves
+from experiments.config.schema import PARTS, SCALES, Config, leaves
 
 
-def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
-    """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
-    value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+def at_scale(*given: Any, _root_: DictConfig) -> Any:
+    """`${at_scale:{paper:50,laptop:6,smoke:1}}` in a YAML file: the value at the run's scale.
+
+    A scale without a value has that of the next larger one.
+    """
+    values = given[0] if len(given) == 1 and isinstance(given[0], dict) else {}
+    if "paper" not in values or values.keys() - SCALES:
+        raise ValueError(
+            f"${{at_scale:…}} got {', '.join(map(str, given))}; expected values such as "
+            f"{{paper:50,smoke:1}}, of {', '.join(SCALES)}"
+        )
+    larger = SCALES[: SCALES.index(_root_.scale) + 1]
+    value = values[next(scale for scale in reversed(larger) if scale in values)]
     return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve needs nodes
 
 
@@ -54,7 +64,7 @@ OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
 
 OmegaConf.register_new_resolver("cores_of_a_job", lambda threads: threads or 1, replace=True)
 
-OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), replace=True)
+OmegaConf.register_new_resolver("gpus_of_a_job", gpus_of_a_job, replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -125,11 +125,16 @@ def make_figure_with(extra: Sequence[str], name: str, overrides: Sequence[str]) 
 
 
 def place(groups: Groups, name: str) -> Path:
-    """Where a product goes; one of another scale or other records never replaces the usual one."""
+    """Where a product goes; one of other runs or other records never replaces the usual one."""
     config = config_of(groups)
     scale = "" if config.scale in ("paper", config.cpu_scale) else f"-{config.scale}"
     own = config.records == "own" or config.results == config.published
-    return config.results / f"{name}{scale}{'' if own else f'-{config.records}'}"
+    records = "" if own else f"-{config.records}"
+    return config.results / f"{name}{scale}{speed_suffix(config)}{records}"
+
+
+def speed_suffix(config: Config) -> str:
+    return "-fast" if config.speed == "fast" else ""
 
 
 # -- verdicts and the list of runs -------------------------------------------------------------

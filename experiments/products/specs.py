@@ -19,7 +19,8 @@ from experiments.records.run import Run, cached_config
 COUNTS = {"figure": 24, "table": 9}
 
 ABOUT_THE_MACHINE = (
-    "scale", "records", "tracking", "results", "published", "device", "threads", "force",
+    "scale", "records", "tracking", "results", "published", "device", "threads", "force", "speed",
+    "runs_per_gpu",
 )  # fmt: skip
 
 

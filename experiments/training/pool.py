@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import active_children, get_context
 
 from experiments.config.errors import one_line_errors
+from experiments.config.gpus import count_gpus, runs_on_a_gpu
 from experiments.data.files import DataError
 from experiments.records.files import WriteError
 from experiments.records.record import KILLED
@@ -37,12 +38,16 @@ def engine_for(count: int, tags: Tags) -> Engine:
 
 
 def side_by_side(runs: Sequence[Run]) -> int:
-    """Return how many of these runs the cores can take at once."""
+    """Return how many of these runs the GPUs or the cores can take at once."""
     if all(run.config.scale == "smoke" for run in runs):
         return 1  # such a run takes less time than the start of a worker
-    on_cpu = all(device.pick_device(run.config.device).type == "cpu" for run in runs)
-    most = max((run.config.threads or device.ALL_THREADS for run in runs), default=1)
-    return max(1, min(device.ALL_THREADS // most, len(runs))) if on_cpu else 1
+    configs = [run.config for run in runs]
+    if all(device.pick_device(c.device).type == "cpu" for c in configs):
+        count = device.ALL_THREADS // max(c.threads or device.ALL_THREADS for c in configs)
+    else:
+        gpus = len({c.device for c in configs} - {"auto"}) or count_gpus()
+        count = gpus * min(runs_on_a_gpu(c.runs_per_gpu, c.gpu_memory) for c in configs)
+    return max(1, min(count, len(runs)))
 
 
 def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:

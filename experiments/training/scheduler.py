@@ -174,4 +174,4 @@ def describe(error: BaseException) -> str:
 def scale_notice(config: Config) -> str:
     """Return the scale, and how to get the paper's scale if it is another."""
     fix = "" if config.scale == "paper" else " (use scale=paper for the paper's size)"
-    return f"{config.scale} scale{fix}"
+    return f"{config.shown_scale} scale{fix}"

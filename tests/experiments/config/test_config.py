@@ -22,7 +22,7 @@ from tests.experiments.command_line import run_py
 
 PAIR = ["experiment=counterexample_stochastic", "optimizer=adam"]
 EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
-SCALES = ["paper", "laptop", "smoke"]
+SCALES = ["paper", "desktop", "laptop", "smoke"]
 TUNED = sorted((p.parent.name, p.stem) for p in (CONF / "tuned").glob("*/*.yaml"))
 
 
@@ -90,7 +90,7 @@ def test_a_hidden_gpu_does_not_count(monkeypatch):
     [
         (["experiment=nonsense"], ["experiment=nonsense", "run.py --help"]),
         (["optimizer=nonsense"], ["optimizer=nonsense", "run.py --help"]),
-        (["scale=huge"], ["scale=huge", "laptop, paper, smoke"]),
+        (["scale=huge"], ["scale=huge", "desktop, laptop, paper, smoke"]),
         (["sede=1"], ["sede", "did you mean seed"]),
         (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr"]),
         (["optimizer.zzzz=1"], ["optimizer.zzzz is unknown: adam takes lr, betas, eps, "]),
@@ -313,6 +313,29 @@ def test_the_results_folder_is_relative_to_the_current_one(tmp_path, monkeypatch
         compose([*PAIR, "results="])
 
 
+@pytest.mark.parametrize(("scale", "steps"), list(zip(SCALES, [9, 9, 5, 5], strict=True)))
+def test_a_scale_without_a_value_has_that_of_the_next_larger_one(scale, steps):
+    words = [f"scale={scale}", 'steps="${at_scale:{paper:9,laptop:5}}"']
+    assert compose([*PAIR, *words]).steps == steps
+
+
+@pytest.mark.parametrize("values", ["1,2,3", "{laptop:1}", "{paper:1,huge:2}", ""])
+def test_values_at_unknown_scales_raise(values):
+    with pytest.raises(ConfigError, match=r"paper, desktop, laptop, smoke"):
+        compose([*PAIR, f'steps="${{at_scale:{values}}}"'])
+
+
+def test_desktop_has_all_data_and_smaller_networks():
+    configs = {
+        scale: compose(["experiment=resnet_cifar10", "optimizer=adashift", f"scale={scale}"])
+        for scale in ("paper", "desktop")
+    }
+    paper, desktop = (configs[scale].task for scale in ("paper", "desktop"))
+    assert desktop["data"] == paper["data"] and desktop["trainer"]["epochs"] >= 10
+    assert 2 * desktop["model"]["width"] == paper["model"]["width"]
+    assert configs["desktop"].schedule == configs["paper"].schedule
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_experiment_composes_at_every_scale(experiment, scale):
@@ -355,15 +378,6 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus.count_gpus() == count
-
-
-@pytest.mark.parametrize(
-    ("count", "threads", "jobs"), [(0, None, 8), (0, 1, 8), (0, 3, 2), (0, 9, 1), (4, None, 4)]
-)
-def test_parallel_jobs_are_one_per_gpu_or_fill_the_cores(monkeypatch, count, threads, jobs):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr("experiments.config.gpus.count_gpus", lambda: count)
-    assert gpus.jobs_at_once(threads) == jobs
 
 
 @pytest.mark.parametrize("name", paths.choices_of("engine"))

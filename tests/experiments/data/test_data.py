@@ -20,7 +20,7 @@ import torch
 from experiments.config.build import build
 from experiments.config.paths import ROOT
 from experiments.data import batches, files, mnist
-from experiments.data.batches import Batches, generator
+from experiments.data.batches import Batches, generator, in_one_copy, moved
 from experiments.data.files import DataError, Download, FileSet, NpmPackage, data_folders, fetch
 from tests.experiments.command_line import run_py
 
@@ -463,6 +463,17 @@ def test_batches_resume_in_the_middle_of_an_epoch(done):
 def test_an_invalid_batch_size_raises(size):
     with pytest.raises(ValueError, match=rf"batch is {size}; expected 1 to 100"):
         Batches(100, size, generator(0, "order"), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_one_copy_moves_the_tensors_of_all_steps(dtype):
+    shapes = [[(3,), (2, 4, 1)], [(0,), (2, 1)], [(), (5,)], []]
+    steps = [tuple(torch.randn(shape).to(dtype) for shape in step) for step in shapes]
+    copied = in_one_copy(steps, CPU)
+    assert len(copied) == 4 and moved(steps, CPU) is steps
+    for ours, theirs in zip(steps, copied, strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert in_one_copy([(), ()], CPU) == [(), ()]
 
 
 def test_each_purpose_and_seed_has_its_own_generator():
