@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from adashift import AdaShift
+from experiments.__main__ import COMMANDS, main
 from experiments.config import paths
 from experiments.config.build import import_target
 from experiments.config.command_line import read_command_line
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
+from experiments.products.specs import ABOUT_THE_MACHINE
 from experiments.training.execute import prepare
 from tests.experiments.command_line import run_py
 
@@ -27,7 +29,8 @@ QUOTES = (
     "check its brackets and quotes; a value with special characters needs two kinds of quotes, as "
     "in \"results='/tmp/my runs'\""
 )
-ALLOWED = "set only scale, records, tracking, results, published, device, threads, force, or use "
+ALLOWED = f"set only {', '.join(ABOUT_THE_MACHINE)}, or use "
+SCALES = ", ".join(paths.choices_of("scale"))
 FIGURES = "the paper has figures 1 to 24, conf/figure also has s2, s3"
 
 # what is typed after `python run.py` → the error
@@ -46,8 +49,8 @@ RUN_PY = {
     # names of files in conf/
     "experiment=": "experiment= is empty: expected a file of conf/experiment; run.py --help "
     "describes all",
-    "scale=": "scale= is empty: choose one of auto, laptop, paper, smoke",
-    "scale=huge": "scale=huge is unknown: choose one of auto, laptop, paper, smoke",
+    "scale=": f"scale= is empty: choose one of {SCALES}",
+    "scale=huge": f"scale=huge is unknown: choose one of {SCALES}",
     "experiment=resnet": "experiment=resnet is unknown: did you mean resnet_cifar10? run.py --help "
     "describes all",
     "experiment=mnist": "experiment=mnist is unknown: did you mean mnist_correlation or mnist_lr "
@@ -112,8 +115,8 @@ RUN_PY = {
 EXPERIMENTS = {
     "": "the following arguments are required: what, number|all|folder|key=value; see python -m "
     "experiments --help",
-    "figures": "figures is unknown: did you mean figure? choose one of claims, dashboard, figure, "
-    "publish, report, show, status, surprises, table, theory, verify",
+    "figures": "figures is unknown: did you mean figure? choose one of "
+    + ", ".join(sorted([*COMMANDS, "show"])),
     "figure 1 --foo": "unrecognized arguments: --foo; see python -m experiments --help",
     "figure": "which figure? Give a number from 1 to 24, or all",
     "figure 99": f"there is no figure 99: {FIGURES}",
@@ -146,8 +149,6 @@ def test_run_py(typed):
 
 @pytest.mark.parametrize("typed", EXPERIMENTS)
 def test_python_m_experiments(typed):
-    from experiments.__main__ import main
-
     with pytest.raises(ConfigError) as error:
         main(typed.split())
     assert str(error.value) == EXPERIMENTS[typed]

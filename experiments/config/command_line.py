@@ -79,7 +79,8 @@ def refuse_option(problem: str) -> NoReturn:
 
 
 def check_repeated(words: Sequence[str]) -> None:
-    for group in GROUPS:
+    """Raise an error for two experiments or optimizers; of other settings, the last one counts."""
+    for group in ("experiment", "optimizer"):
         if len(given := [word for word in words if key_of(word) == group]) > 1:
             raise ConfigError(
                 f"{' and '.join(given)} exclude each other: drop one, or write "

@@ -174,8 +174,8 @@ def test_claims_are_judged_and_written(results, capsys):
         (["--extra", "adam", "figure", "3"], "figure 03 already has adam"),
         (["--extra", "lion,adam", "figure", "3"], "figure 03 already has adam"),
         (["--extra", "adam", "figure", "8"], "figure 08 has no panel of curves"),
-        (["--extra", ",", "figure", "3"], "--extra is empty"),
-        (["--extra", "", "figure", "3"], "--extra is empty"),
+        (["--extra", ",", "figure", "3"], "EXTRA= of make. is empty"),
+        (["--extra", "", "figure", "3"], "EXTRA= of make. is empty"),
     ],
 )
 def test_an_invalid_request_is_reported(tmp_path, words, message):
