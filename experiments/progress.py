@@ -236,7 +236,8 @@ def print_line(text: str) -> None:
 
 def drop_output() -> None:
     """Discard what is printed from now on, and what could not be printed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):  # an output without a file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write(text: str) -> None:

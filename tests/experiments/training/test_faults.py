@@ -117,7 +117,7 @@ def own_data(tmp_path, monkeypatch):
     ("spoil", "words"),
     [
         (lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(), "the download failed"),
-        (lambda raw: shutil.rmtree(raw.parents[1]), "the download failed"),
+        (lambda raw: shutil.rmtree(raw.parent), "the download failed"),
         (lambda raw: flip_a_bit(raw / "t10k-labels-idx1-ubyte"), "checksum mismatch"),
     ],
     ids=["missing file", "missing folder", "altered file"],

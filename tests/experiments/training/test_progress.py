@@ -1,5 +1,6 @@
 """What a run shows while it trains: live lines on a terminal, plain lines in a log file."""
 
+import io
 import math
 import sys
 
@@ -90,7 +91,7 @@ def test_a_log_file_has_the_first_and_the_last_record_and_few_between(clock, cap
 
 
 def test_a_closed_pipe_does_not_stop_a_training(monkeypatch):
-    class Closed:
+    class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
