@@ -36,7 +36,10 @@ class ImageTrainer:
 
 
 class ImageClassifier(Task):
-    """Softmax cross-entropy, with random flips and crops of the training images."""
+    """Softmax cross-entropy, with random flips and crops of the training images.
+
+    Evaluations use the first `test_images` (None: all); the last one uses all.
+    """
 
     divisible = True
 
@@ -48,9 +51,11 @@ class ImageClassifier(Task):
         standardise: bool,
         padding: NonNegativeInt,
         flip: bool,
+        test_images: PositiveInt | None,
         seed: int,
         device: torch.device,
     ) -> None:
+        self.test_images = test_images
         self.data, self.trainer, self.device = data(device), trainer, device
         self.layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self.net = initialised(partial(model, classes=self.data.classes), seed)
@@ -92,17 +97,23 @@ class ImageClassifier(Task):
             answer: Tensor = self.forward(images)
         return answer.float()
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return loss and accuracy on the test images."""
-        test = self.data.test
+        return self.scores(self.test_images)
+
+    def evaluate_at_end(self) -> dict[str, float]:
+        return self.scores(None)
+
+    @torch.no_grad()
+    def scores(self, count: int | None) -> dict[str, float]:
+        """Return loss and accuracy on the first `count` test images."""
+        pixels, labels = self.data.test.pixels[:count], self.data.test.labels[:count]
         self.net.eval()
-        parts = zip(test.pixels.split(TEST_BATCH), test.labels.split(TEST_BATCH), strict=True)
+        parts = zip(pixels.split(TEST_BATCH), labels.split(TEST_BATCH), strict=True)
         sums = torch.stack(
-            [loss_and_correct(self.output(pixels), labels) for pixels, labels in parts]
+            [loss_and_correct(self.output(images), wanted) for images, wanted in parts]
         )
         self.net.train()
-        loss, accuracy = (sums.sum(0) / len(test.labels)).tolist()
+        loss, accuracy = (sums.sum(0) / len(labels)).tolist()
         return {"test_loss": loss, "test_accuracy": accuracy}
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
 from experiments.training.scheduler import scale_notice
-from experiments.training.signals import stop_request
+from experiments.training.signals import answered_after_a_step, stop_request
 from experiments.training.speed import task_node
 from experiments.training.watch import RunProgress
 
@@ -100,7 +100,11 @@ class Execution:
             checkpoint.remove()
         announce(f"{scale_notice(run.config)}{self.length()}: {shown_path(run.folder)}")
         labels = tags(run) if is_tracked(run.config) else []
-        with Record(run.folder, run.config, run.command(), labels) as record:
+        # A second signal must not end the process before the record is closed.
+        with (
+            answered_after_a_step(),
+            Record(run.folder, run.config, run.command(), labels) as record,
+        ):
             self.train_into(record, checkpoint, group, RunProgress(run, self.unit, shown))
         if record.status == Status.INTERRUPTED:
             raise KeyboardInterrupt

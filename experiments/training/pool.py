@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,7 +20,7 @@ from experiments.records.status import Status
 from experiments.training import device
 from experiments.training.execute import Announce, Tags, execute, no_tags
 from experiments.training.scheduler import Engine, RunOutcome, describe, train_all
-from experiments.training.signals import answered_at_once, end_with_parent
+from experiments.training.signals import answered_at_once, end_with_parent, stop_request
 
 # By data set, because a download that times out for one run would for all others.
 without_data: dict[str, RunOutcome] = {}
@@ -57,7 +58,7 @@ def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]
 
 def in_pool(tags: Tags, count: int, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:
     with workers(min(count, len(runs))) as pool:
-        futures = {pool.submit(attempt, run, tags): run for run in runs}
+        futures = {pool.submit(attempt_in_worker, run, tags): run for run in runs}
         for future in as_completed(futures):
             yield futures[future], outcome_in(future)
 
@@ -83,6 +84,14 @@ def outcome_in(future: Future[RunOutcome]) -> RunOutcome:
         return future.result()
     except BrokenProcessPool:
         return RunOutcome(Status.KILLED, KILLED)
+
+
+def attempt_in_worker(run: Run, tags: Tags) -> RunOutcome:
+    try:
+        return attempt(run, tags)
+    finally:
+        if stop_request.received is not None:
+            os._exit(0)  # else it waits for another run, and the interrupted pool waits for it
 
 
 def attempt(run: Run, tags: Tags, announce: Announce = lambda line: None) -> RunOutcome:

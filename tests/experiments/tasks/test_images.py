@@ -1,6 +1,7 @@
 """Classification of images: epochs, schedule, resuming, and settings for speed."""
 
 import io
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.data import folder
 from experiments.data.files import DataError
+from experiments.data.images import Images
 from experiments.records.run import Run
 from experiments.schedules import drops
 from experiments.training.execute import execute, length_of
@@ -187,6 +189,20 @@ def test_evaluation_counts_every_test_image(monkeypatch):
     parts = task.evaluate()
     assert parts["test_accuracy"] == pytest.approx(whole["test_accuracy"], abs=1e-6)
     assert parts["test_loss"] == pytest.approx(whole["test_loss"], rel=1e-4)
+
+
+def test_the_last_record_uses_all_test_images():
+    whole, part = task_of("resnet_cifar10"), task_of("resnet_cifar10", "task.test_images=20")
+    assert part.evaluate_at_end() == whole.evaluate() == whole.evaluate_at_end()
+    few = Images(part.data.test.pixels[:20], part.data.test.labels[:20])
+    whole.data = replace(whole.data, test=few)
+    assert part.evaluate() == whole.evaluate() != part.evaluate_at_end()
+
+
+def test_laptop_runs_end_with_the_whole_test_set():
+    for experiment in EXPERIMENTS:
+        task = config_of(experiment, "scale=laptop").task
+        assert task["data"]["test_limit"] is None and task["test_images"] in (500, 2000)
 
 
 @pytest.mark.parametrize(

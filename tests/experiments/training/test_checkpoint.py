@@ -282,6 +282,39 @@ def test_workers_stop_with_the_process_that_started_them(tmp_path, monkeypatch):
     assert time.monotonic() - start < 60 and run.status == "interrupted"
 
 
+def test_ctrl_c_ends_training_and_idle_workers(tmp_path):
+    script = f"""
+from experiments.config.compose import compose
+from experiments.records.run import Run
+from experiments.training.execute import no_tags
+from experiments.training.pool import in_pool
+if __name__ == "__main__":
+    words = ["experiment=mnist_lr", "optimizer=adam", "scale=smoke", "results={tmp_path}"]
+    runs = [Run(compose([*words, f"steps={{n}}", "checkpoint_every=0"])) for n in (1000000, 2)]
+    for run, _ in in_pool(no_tags, 2, runs):
+        print(run.folder, flush=True)
+"""
+    (tmp_path / "script.py").write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    process.stdout.readline()  # one worker is idle now
+    long_run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
+    while not checkpoint_of(long_run, CPU).path.exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(timeout=30)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert long_run.status == "interrupted"
+
+
 def test_a_worker_ends_with_its_parent(tmp_path):
     script = f"""
 import os, time
