@@ -216,11 +216,17 @@ static void step_share(Work *w, int64_t i, int64_t share) {
     w->square[share] = square;
 }
 
+/* Takes neighbors together, fewer towards the end: a thread reads long runs, and none waits long. */
 static void take_shares(void *argument) {
     Work *w = argument;
-    for (int64_t i = 0, share; (share = atomic_fetch_add(&w->next, 1)) < w->plan[w->count].first;) {
-        while (w->plan[i + 1].first <= share) i++;
-        step_share(w, i, share);
+    const int64_t all = w->plan[w->count].first;
+    for (long long i = 0, share = 0, end; share < all;) {
+        do end = share + 1 + (all - share) / (4 * w->rule->threads);
+        while (!atomic_compare_exchange_weak(&w->next, &share, end));
+        for (; share < end && share < all; share++) {
+            while (w->plan[i + 1].first <= share) i++;
+            step_share(w, i, share);
+        }
     }
 }
 
