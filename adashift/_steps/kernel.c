@@ -30,19 +30,19 @@ typedef REAL SLOT;
 
 typedef struct {
     double lr, beta1, beta2, eps, decay, coupled, sign;
-    double total, last;         /* Σ_{i<m} β1^i and β1^m */
-    int64_t phi, n, m, threads; /* m = 0: a window without end */
-    int64_t stochastic;         /* rounding of bfloat16 parameters */
+    double total, last;       /* Σ_{i<m} β1^i and β1^m */
+    int64_t n, m;             /* m = 0: a window without end */
+    int64_t phi, threads, stochastic; /* the last: rounding of bfloat16 parameters */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL */
 } Rule;
 
 typedef struct {
     PARAM *p;
-    const PARAM *g;
     REAL *sum;
     SLOT *slots;
     REAL *v, *phi, *number; /* phi: of the last n steps; number: see the places above */
     int64_t *step, size, rows, key; /* key: another one for each parameter */
+    const PARAM *g;
 } Job;
 
 typedef struct {

@@ -51,7 +51,7 @@ def make(params, **options):
     def checked(self, group):
         step(self, group)
         plan = self._plans[id(group)]
-        assert not plan.rest and all(type(table) is gpu.JobTable for table in plan.tables)
+        assert not plan.rest and all(type(table) is gpu.GpuTable for table in plan.tables)
 
     optimizer._update_eagerly = checked.__get__(optimizer)
     return optimizer

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from adashift import AdaShift
-from adashift._steps import cpu, foreach, gpu, single
+from adashift import AdaShift, _steps
+from adashift._steps import foreach, gpu, single
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -120,10 +120,10 @@ def fake_address(x, fresh=itertools.count(16, 16)):  # noqa: B008
 @pytest.fixture
 def fake_gpu(monkeypatch):
     mode = FakeGpu()
-    monkeypatch.setattr(gpu, "address_of", fake_address)
-    for module in (cpu, foreach, gpu, single):
-        if hasattr(module, "is_plain"):
-            monkeypatch.setattr(module, "is_plain", lambda x: True)
+    for module in (_steps, gpu):
+        monkeypatch.setattr(module, "address_of", fake_address)
+    for module in (_steps, foreach, single):
+        monkeypatch.setattr(module, "is_plain", lambda x: True)
     monkeypatch.setattr(gpu, "available", lambda device: True)
     monkeypatch.setattr(gpu, "is_capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
@@ -215,7 +215,7 @@ def test_each_device_dtype_and_misfit_goes_its_own_way(fake_gpu):
     params[-1].grad = torch.empty(6, 4, device=CUDA).t()
     optimizer.step()
     (plan,) = optimizer._plans.values()
-    taken = [table.params for table in plan.tables if isinstance(table, gpu.JobTable)]
+    taken = [table.params for table in plan.tables if isinstance(table, gpu.GpuTable)]
     assert [list(map(id, ps)) for ps in taken] == [list(map(id, params[:2])), [id(params[2])]]
 
 

@@ -29,7 +29,7 @@ def test_parameter_of_another_shape_is_an_error(phi, way):
     p, optimizer = trained(way, phi=phi)
     p.data = torch.ones(60_000, 50)
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"state '\w+' is for a parameter of shape \(6, 5\)"):
+    with pytest.raises(RuntimeError, match=r"state '\w+' has shape .*6, 5\), but .* \(60000, 50\)"):
         optimizer.step()
     assert torch.equal(p, torch.ones_like(p))
 
@@ -40,7 +40,9 @@ def test_checkpoint_of_another_shape_is_an_error(way):
     p, optimizer = trained(way, (300, 200), steps=1)
     optimizer.load_state_dict(saved.state_dict())
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"is for a parameter of shape \(3, 2\)"):
+    with pytest.raises(
+        RuntimeError, match=r"has shape \(3, 2\), but .* shape \(300, 200\)"
+    ):
         optimizer.step()
 
 

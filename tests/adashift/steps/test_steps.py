@@ -258,9 +258,9 @@ def test_implementations_are_mutually_exclusive(options):
 def kernel_steps(monkeypatch):
     """A list that grows by one for every parameter that the kernel steps."""
     taken = []
-    step = cpu.JobTable.step
+    step = cpu.CpuTable.step
     monkeypatch.setattr(
-        cpu.JobTable, "step", lambda self, group: (taken.extend(self.params), step(self, group))
+        cpu.CpuTable, "step", lambda self, group: (taken.extend(self.params), step(self, group))
     )
     return taken
 
