@@ -32,7 +32,8 @@ from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
 
-CORRECTION, WEIGHT, BETA1, PEAKS = range(4)  # places in state["number"]; m peaks follow
+NUMBERS = range(4)  # places in state["number"]; m peaks follow
+CORRECTION, WEIGHT, BETA1, PEAKS = NUMBERS
 ERROR = WEIGHT  # a window with an end has no weight to follow, one without no error to bound
 UNKNOWN = -1.0  # the error after a step without a running sum; −k: k − 1 peaks are known again
 

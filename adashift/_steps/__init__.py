@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState, state_dtype_of
-from adashift._state import TENSORS, compact, is_dense, is_plain
-from adashift._window import total_weight, window_length
+from adashift._state import TENSORS, compact, is_dense, is_plain, options_of
+from adashift._window import total_weight
 
 
 def fits_kernels(p: Tensor, state: ParamState, group: ParamGroup) -> bool:
@@ -52,7 +52,7 @@ def row_of(p: Tensor, state: ParamState, rows: int, key: int) -> list[int]:
 
 def rule_of(group: ParamGroup, lr: float) -> dict[str, Any]:
     """The numbers of a step, which may change from one to the next."""
-    (beta1, beta2), m = map(float, group["betas"]), window_length(group)
+    (beta1, beta2), options = map(float, group["betas"]), options_of(group)
     decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
     return {
         "lr": lr,
@@ -62,8 +62,7 @@ def rule_of(group: ParamGroup, lr: float) -> dict[str, Any]:
         "decay": decay if decoupled else 0.0,
         "coupled": 0.0 if decoupled else decay,
         "sign": -1.0 if group["maximize"] else 1.0,
-        "total": total_weight(beta1, m),
-        "last": beta1**m,
-        "n": group["n"],
-        "m": m,
+        "total": total_weight(beta1, options["m"]),
+        "last": beta1 ** options["m"],
+        **options,
     }

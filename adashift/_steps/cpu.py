@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
-from adashift._spatial import PHI
 from adashift._steps import address_of, row_of, rows_of, rule_of
 from adashift._window import recover_error
 
@@ -37,13 +36,8 @@ MACROS = {
     torch.float64: ("-DREAL=double", "-DBITS=uint64_t", "-DUNIT=0x1p-53"),
     torch.bfloat16: (*FLOAT, "-DBF16_PARAM"),
 }
-COMPILER_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
-TUNING_FLAGS = (
-    ("-march=native", "-mprefer-vector-width=512"),
-    ("-march=native",),
-    ("-mcpu=native",),
-    (),
-)
+COMPILER_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
+TUNING = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")
 RULE_FORMAT = Struct("9d5qQ")  # Rule of kernel.c
 IMPORTING_PROCESS = os.getpid()
 
@@ -101,9 +95,9 @@ def compile_to(target: Path, macros: Sequence[str]) -> None:
     os.close(handle)
     start = [*compiler(), *COMPILER_FLAGS, *macros, "-o", draft]
     try:
-        for tuning in TUNING_FLAGS:
+        for tuning in TUNING:
             try:
-                run_compiler([*start, *tuning, str(SOURCE), "-lm"])
+                run_compiler([*start, *tuning.split(), str(SOURCE), "-lm"])
                 os.replace(draft, target)
                 return
             except KernelUnavailable as error:
@@ -130,8 +124,8 @@ def kernel_for(dtype: torch.dtype, slot_dtype: torch.dtype | None = None) -> Any
 
 def load_kernel(macros: Sequence[str]) -> Any:
     if sys.platform == "win32":
-        raise KernelUnavailable("kernel.c needs pthreads, which are not available on Windows")
-    flags = [*macros, *COMPILER_FLAGS, str(TUNING_FLAGS)]
+        raise KernelUnavailable("kernel.c cannot be compiled on Windows")
+    flags = [*macros, *COMPILER_FLAGS, *TUNING]
     made_by = [run_compiler([*compiler(), "--version"]), cpu_description(), *flags]
     key = hashlib.sha256(SOURCE.read_bytes() + "\n".join(made_by).encode()).hexdigest()[:16]
     path = cache_folder() / f"kernel-{key}.so"
@@ -144,12 +138,12 @@ def load_kernel(macros: Sequence[str]) -> Any:
 
 @cache
 def torch_threads() -> int:
-    """Address of the function that runs another one in torch's own threads, or 0.
+    """Address of the function that runs another one in torch's own threads; 0: use one thread.
 
     They may still spin after torch's last operation and would slow down threads of ours.
     """
     try:
-        found = ctypes.CDLL(None).GOMP_parallel  # missing where torch uses another OpenMP
+        found = ctypes.CDLL(None).GOMP_parallel  # of GNU, LLVM and Intel
     except (AttributeError, OSError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
@@ -189,5 +183,5 @@ def pack_rule(group: ParamGroup) -> bytes:
     rule = rule_of(group, float(group["lr"]))
     rule["decay"] = 1 - rule["lr"] * rule["decay"]
     pool = torch_threads() if os.getpid() == IMPORTING_PROCESS else 0  # a fork has lost its threads
-    more = (list(PHI).index(group["phi"]), torch.get_num_threads(), group["stochastic_rounding"])
-    return RULE_FORMAT.pack(*rule.values(), *more, pool)
+    threads, stochastic = torch.get_num_threads(), group["stochastic_rounding"]
+    return RULE_FORMAT.pack(*rule.values(), threads, stochastic, pool)

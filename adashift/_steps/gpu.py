@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
-from adashift._spatial import PHI
 from adashift._steps import address_of, row_of, rows_of, rule_of
 
 TILE, LANES, WARPS = 1024, 1024, 8  # elements, and partial results, that a program takes at a time
@@ -54,7 +53,7 @@ class GpuTable:
     def __init__(self, params: list[Tensor], states: list[ParamState], group: ParamGroup) -> None:
         self.params, self.device = params, params[0].device
         self.addresses = [address_of(p.grad) for p in params]
-        self.variant = variant_of(params[0], states[0], group)
+        self.variant = variant_of(params[0], states[0])
         parts = table_parts(params, states, group)
         self.held = [list(state.values()) for state in states]  # the rows have addresses of these
         parts["gradients"] = torch.tensor(self.addresses)
@@ -121,7 +120,7 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def variant_of(p: Tensor, state: ParamState, group: ParamGroup) -> dict[str, Any]:
+def variant_of(p: Tensor, state: ParamState) -> dict[str, Any]:
     """What the kernels are compiled for."""
     import triton.language as tl
 
@@ -129,7 +128,7 @@ def variant_of(p: Tensor, state: ParamState, group: ParamGroup) -> dict[str, Any
     slot = state["slots"].dtype if "slots" in state else real
     types = {"REAL": real, "PARAM": p.dtype, "SLOT": slot}
     return {
-        "PHI": list(PHI).index(group["phi"]),
+        "PHI": state["kind"],
         "KIND": 0 if m == 1 else 1 if m else 2,
         "PLACES": 1 << (m - 1).bit_length() if m else 1,
         "UNIT": torch.finfo(real).eps / 2,

@@ -12,13 +12,16 @@ gpu.py makes the table; kernel.c is the same step on a CPU; the window is explai
 import triton
 import triton.language as tl
 
+from adashift._spatial import PHI as PHI_NAMES
+from adashift._window import NUMBERS
+
 COLUMNS = tl.constexpr(13)  # of the table, which has a row for each parameter
 P, SUM, SLOTS, V, PHIS, NUMBER, STEP, SIZE, ROWS, KEY, FIRST_TILE, FIRST_PARTIAL, FIRST_BLOCK = map(
     tl.constexpr, range(COLUMNS.value)
 )
-MAX, MEAN, ROW, NONE = map(tl.constexpr, range(4))
+MAX, MEAN, ROW, NONE = map(tl.constexpr, range(len(PHI_NAMES)))
 NEWEST, WINDOW, ENDLESS = map(tl.constexpr, range(3))  # m = 1, m > 1, m = inf
-CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, range(4))  # places in state["number"]
+CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, NUMBERS)
 ERROR = WEIGHT
 # Triton would compile again for other values: their alignment changes with the list of parameters.
 PLAIN = ["table", "gradients", "tiles", "blocks", "tops", "squares", "plan", "lr_at", "n", "m"]
