@@ -13,7 +13,14 @@ from torch import Tensor
 from adashift._base import ParamGroup, ParamState, real_gradient
 from adashift._state import TENSORS, is_dense, is_plain
 from adashift._steps import rows_of
-from adashift._steps.single import Moment, decoupled_decay, endless_sum, rounded, shifted_v
+from adashift._steps.single import (
+    Moment,
+    decoupled_decay,
+    endless_sum,
+    learning_rate,
+    rounded,
+    shifted_v,
+)
 from adashift._window import forget_error, total_weight
 
 
@@ -81,7 +88,7 @@ class FlatTable:
         if t > n:
             v, correction = shifted_v(self.flat, t, beta2)
             root = (v / self.to_blocks(correction)).sqrt_().add_(group["eps"])
-            self.move(s, group["lr"] / root.mul_(self.to_blocks(weight)), v == 0, group)
+            self.move(s, learning_rate(group) / root.mul_(self.to_blocks(weight)), v == 0, group)
         self.flat["phi"][t % n].copy_(new_phi)
 
     def read_gradients(self, group: ParamGroup) -> None:
@@ -135,7 +142,7 @@ class FlatTable:
         torch.mul(s, self.to_elements(rate), out=self.step_buffer)
         if decay := decoupled_decay(group):
             torch._foreach_copy_(self.gradients, self.params)
-            self.step_buffer.add_(self.g * (group["lr"] * decay))
+            self.step_buffer.add_(self.g * (learning_rate(group) * decay))
         self.step_buffer.masked_fill_(still, 0.0)  # ε alone is no scale of gradients
         if self.params[0].dtype == self.g.dtype:
             torch._foreach_sub_(self.params, self.steps)

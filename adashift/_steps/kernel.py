@@ -179,13 +179,6 @@ def step_tiles(
     else:
         v = next_v(tl.load(v_at), tl.load(phi_at + t % n), beta2, new)
 
-    # -- θ; ε alone is no scale of gradients, so nothing moves where v is 0
-    moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
-    if STOCHASTIC and tl.bfloat16 == PARAM:
-        seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
-        moved = round_by_chance(moved, mixed(seed ^ (start + lane).to(tl.uint32)))
-    tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
-
     # -- what the second launch reduces
     found = tl.where(inside, magnitude(g), 0)
     if PHI == ROW:  # (row, tile) grows from run to run, so that row + tile is a place of its own
@@ -197,6 +190,13 @@ def step_tiles(
     if PHI == MEAN:
         wide = g.to(tl.float64)  # the sum of squares may overflow
         tl.store(squares + partial, tl.sum(wide * wide))
+
+    # -- θ; ε alone is no scale of gradients, so nothing moves where v is 0
+    moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
+    if STOCHASTIC and tl.bfloat16 == PARAM:
+        seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
+        moved = round_by_chance(moved, mixed(seed ^ (start + lane).to(tl.uint32)))
+    tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -220,15 +220,14 @@ def finish_step(
     if PHI == ROW:
         partials += rows - 1
         index, length = block * LANES + lane, size // rows
+        inside, old_at = index < rows, phi_at + t % n * rows + index
+        v = next_v(tl.load(v_at + index, mask=inside), tl.load(old_at, mask=inside), beta2, new)
+        tl.store(v_at + index, v, mask=index < tl.where(t > n, rows, 0))
         first, end = index * length // TILE, ((index + 1) * length - 1) // TILE
         found = tl.zeros([LANES], REAL)
         for k in range(length // TILE + 2):
-            here = (index < rows) & (first + k <= end)
+            here = inside & (first + k <= end)
             found = larger(found, tl.load(tops + index + first + k, mask=here, other=0.0))
-        inside = index < rows
-        old_at = phi_at + t % n * rows + index
-        v = next_v(tl.load(v_at + index, mask=inside), tl.load(old_at, mask=inside), beta2, new)
-        tl.store(v_at + index, v, mask=index < tl.where(t > n, rows, 0))
         tl.store(old_at, found * found, mask=inside)
     if block == 0:
         number = address(row, NUMBER, REAL)

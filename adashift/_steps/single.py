@@ -79,12 +79,18 @@ def move_tensor(
     p: Tensor, moment: Moment, v: Tensor, correction: Tensor, group: ParamGroup
 ) -> None:
     """The same for v of any shape, on any device."""
-    total, weight = moment
-    step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * group["lr"]
+    (total, weight), alpha = moment, learning_rate(group)
+    step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * alpha
     if decay := decoupled_decay(group):
-        step.add_(group["lr"] * decay * p)
+        step.add_(alpha * decay * p)
     new = p.to(step.dtype) - torch.where(v == 0, 0.0, step)
     p.copy_(rounded(new, p.dtype, group))
+
+
+def learning_rate(group: ParamGroup) -> float | Tensor:
+    """A tensor is never read on the host, and has no dimension that a step would inherit."""
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
 
 
 def decoupled_decay(group: ParamGroup) -> float:
