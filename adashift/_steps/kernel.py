@@ -108,7 +108,8 @@ def step_tiles(
     size, partial = tl.load(row + SIZE), tl.load(row + FIRST_PARTIAL) + tile
     number, t = address(row, NUMBER, REAL), tl.load(address(row, STEP, tl.int64)) + 1
     start, lane = tile * TILE, tl.arange(0, TILE)
-    inside = lane < size - start
+    count = tl.minimum(size - start, TILE).to(tl.int32)
+    inside = lane < count
     beta1, last, total = tl.full([], beta1, REAL), tl.full([], last, REAL), tl.full([], total, REAL)
     new, beta2 = tl.full([], 1 - beta2, REAL), tl.full([], beta2, REAL)
     sign, coupled = tl.full([], sign, REAL), tl.full([], coupled, REAL)
@@ -158,7 +159,7 @@ def step_tiles(
 
     # -- v_t = β2 v_{t−1} + (1 − β2) φ(g_{t−n}²): it never sees g_t
     v_at, phi_at, rows = address(row, V, REAL), address(row, PHIS, REAL), tl.load(row + ROWS)
-    moving = tl.where(t > n, size - start, 0)  # elements: none in the first n steps
+    moving = tl.where(t > n, count, 0)  # elements: none in the first n steps
     correction = tl.where(t > n, beta2 * tl.load(number + CORRECTION) + new, 1.0)
     if PHI == NONE:
         v_at += start + lane
@@ -183,7 +184,7 @@ def step_tiles(
     found = tl.where(inside, magnitude(g), 0)
     if PHI == ROW:  # (row, tile) grows from run to run, so that row + tile is a place of its own
         _, found = tl.associative_scan((index, found), 0, larger_of_row)
-        ends = ((lane + 1 + begun) // width != index) | (lane == tl.minimum(TILE, size - start) - 1)
+        ends = ((lane + 1 + begun) // width != index) | (lane == count - 1)
         tl.store(tops + partial + first + index, from_magnitude(found), mask=inside & ends)
     else:
         tl.store(tops + partial, from_magnitude(tl.max(found)))
@@ -195,7 +196,7 @@ def step_tiles(
     moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
     if STOCHASTIC and tl.bfloat16 == PARAM:
         seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
-        moved = round_by_chance(moved, mixed(seed ^ (start + lane).to(tl.uint32)))
+        moved = round_by_chance(moved, mixed(seed ^ (start.to(tl.uint32) + lane)))
     tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
 
 
