@@ -19,6 +19,7 @@ from adashift._window import PEAKS, window_length
 
 TENSORS = ("sum", "slots", "v", "phi", "number", "step")
 KINDS = [*PHI, "a function"]
+FLAT = ("_is_flat_param", "_fsdp_flattened")  # FSDP1: shards of many parameters in one tensor
 PLACE = {"sum": 1, "slots": 2}  # see zeros_beside
 
 
@@ -131,8 +132,13 @@ def check_state(theta: Tensor, state: ParamState, group: ParamGroup) -> None:
             )
 
 
-def check_gradient(p: Tensor) -> None:
-    """p.data may have been replaced without its gradient; kernels trust that both agree."""
+def check_parameter(p: Tensor, group: ParamGroup) -> None:
+    """Raise RuntimeError if the blocks of p, or its gradient, are not those that a step expects."""
+    if group["phi"] != "none" and any(getattr(p, mark, False) for mark in FLAT):
+        raise RuntimeError(
+            "a parameter is flattened by FullyShardedDataParallel, so phi would see shards and "
+            "not blocks: use fully_shard (FSDP2), or phi='none'"
+        )
     g = p.grad
     assert g is not None
     if (g.shape, g.device) != (p.shape, p.device):

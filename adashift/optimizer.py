@@ -20,7 +20,7 @@ from adashift._base import (
     real_view,
 )
 from adashift._spatial import Phi, get_phi
-from adashift._state import check_gradient, check_state, is_plain, new_state, restored
+from adashift._state import check_parameter, check_state, is_plain, new_state, restored
 from adashift._steps import fits_kernels, gpu
 from adashift._steps.cpu import CpuTable
 from adashift._steps.foreach import FlatTable
@@ -119,13 +119,10 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        options: dict[str, Any] = dict(
-            lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay
+        given = locals().items()
+        super().__init__(
+            params, {k: x for k, x in given if k not in ("self", "params", "__class__")}
         )
-        options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
-        options |= dict(foreach=foreach, fused=fused, capturable=capturable)
-        options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
-        super().__init__(params, options)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +166,6 @@ class AdaShift(PerParameter):
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
         super()._validate(params, group)
-        if group["phi"] != "none":
-            refuse_flat_parameters(params)
         if torch.compiler.is_compiling() and group["capturable"]:
             for p in params:
                 self._state_of(p, group)
@@ -210,7 +205,7 @@ class AdaShift(PerParameter):
     def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
         """The state of a parameter, made with its first gradient; both must fit."""
         theta, state = real_view(p), self.state[p]
-        check_gradient(p)
+        check_parameter(p, group)
         if not state:
             state.update(new_state(theta, group))
         check_state(theta, state, group)
@@ -260,13 +255,3 @@ def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
     assert g is not None
     own = p.data_ptr(), p.shape, p.stride(), p.dtype
     return *own, g.shape, g.stride(), g.dtype, g.device, g.is_neg(), *map(id, state.values())
-
-
-def refuse_flat_parameters(params: list[Tensor]) -> None:
-    """FSDP1 hands over shards of many parameters in one tensor, in which no block can be found."""
-    for p in params:
-        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-            raise RuntimeError(
-                "a parameter is flattened by FullyShardedDataParallel, so phi would see shards and "
-                "not blocks: use fully_shard (FSDP2), or phi='none'"
-            )

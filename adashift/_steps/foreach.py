@@ -12,15 +12,7 @@ from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState, real_gradient
 from adashift._state import TENSORS, is_dense, is_plain
-from adashift._steps import rows_of
-from adashift._steps.single import (
-    Moment,
-    decoupled_decay,
-    endless_sum,
-    learning_rate,
-    rounded,
-    shifted_v,
-)
+from adashift._steps import rows_of, single
 from adashift._window import forget_error, total_weight
 
 
@@ -41,7 +33,8 @@ class FlatTable:
         self.sizes, self.rows = [p.numel() for p in params], [rows_of(p, group) for p in params]
         rows, sizes = torch.tensor(self.rows), torch.tensor(self.sizes)
         self.lengths = (sizes // rows).repeat_interleave(rows).to(device)  # elements of a block
-        self.blocks = rows.to(device) if group["phi"] == "row" else None  # of each parameter
+        several = {"row": rows, "none": sizes}.get(group["phi"])
+        self.blocks = None if several is None else several.to(device)  # of each parameter
         for state in states:
             forget_error(state)
             state["step"] = state["step"].cpu()
@@ -64,11 +57,11 @@ class FlatTable:
         """Bring one part of all states into one buffer, and give the states views of it."""
         old = [state[name] for state in self.states]
         if name in ("sum", "slots") or (self.elementwise and name in ("v", "phi")):
-            single = old[0].dim() == self.params[0].dim()
-            flat = old[0].new_zeros(1 if single else len(old[0]), sum(self.sizes))
-            new = [view[0] if single else view for view in self.views(flat)]
+            alone = old[0].dim() == self.params[0].dim()
+            flat = old[0].new_zeros(1 if alone else len(old[0]), sum(self.sizes))
+            new = [view[0] if alone else view for view in self.views(flat)]
             torch._foreach_copy_(new, old)
-            flat = flat[0] if single else flat
+            flat = flat[0] if alone else flat
         else:
             lead = () if name == "v" else old[0].shape[:1]
             flat = torch.cat([x.reshape(*lead, -1) for x in old], dim=-1)
@@ -86,9 +79,10 @@ class FlatTable:
         new_phi = self.phi_of_square(group["phi"])
         s, weight = self.window_sum(t, beta1)
         if t > n:
-            v, correction = shifted_v(self.flat, t, beta2)
+            v, correction = single.shifted_v(self.flat, t, beta2)
             root = (v / self.to_blocks(correction)).sqrt_().add_(group["eps"])
-            self.move(s, learning_rate(group) / root.mul_(self.to_blocks(weight)), v == 0, group)
+            rate = single.learning_rate(group) / root.mul_(self.to_blocks(weight))
+            self.move(s, rate, v == 0, group)
         self.flat["phi"][t % n].copy_(new_phi)
 
     def read_gradients(self, group: ParamGroup) -> None:
@@ -108,11 +102,11 @@ class FlatTable:
         norms = torch.stack(torch._foreach_norm(self.gradients, 2, dtype=torch.float64))
         return norms.square_().div_(self.lengths).to(self.g.dtype)
 
-    def window_sum(self, t: int, beta1: float) -> Moment:
+    def window_sum(self, t: int, beta1: float) -> single.Moment:
         """Take g_t into the window; return m_t times its weight, and the weight."""
         m = self.flat["m"]
         if m < 2:
-            return (self.g, 1.0) if m == 1 else endless_sum(self.g, self.flat, beta1)
+            return (self.g, 1.0) if m == 1 else single.endless_sum(self.g, self.flat, beta1)
         slots = self.flat["slots"]
         slots[t % m].copy_(self.g)
         if beta1 == 0:
@@ -120,16 +114,15 @@ class FlatTable:
         if beta1 not in self.weights:
             ages = [[(j - k) % m for k in range(m)] for j in range(m)]
             weights = torch.tensor(beta1, dtype=torch.float64) ** torch.tensor(ages)
-            self.weights = {beta1: weights.to(self.g)}
+            self.weights = {beta1: weights.to(self.g, non_blocking=True)}
         weights = self.weights[beta1][t % m]
         return torch.mv(slots.t().to(self.g.dtype), weights), total_weight(beta1, m)
 
     def to_blocks(self, x: float | Tensor) -> float | Tensor:
         """A number for each parameter → one for each v."""
-        if not torch.is_tensor(x) or not (self.elementwise or self.blocks is not None):
+        if not torch.is_tensor(x) or self.blocks is None:
             return x
-        counts = self.lengths if self.blocks is None else self.blocks
-        return torch.repeat_interleave(x, counts, output_size=self.flat["v"].numel())
+        return torch.repeat_interleave(x, self.blocks, output_size=self.flat["v"].numel())
 
     def to_elements(self, x: Tensor) -> Tensor:
         if self.elementwise:
@@ -140,13 +133,13 @@ class FlatTable:
         """θ −= rate · s, with one rounding, but for blocks that stand still."""
         still = self.to_elements(still)
         torch.mul(s, self.to_elements(rate), out=self.step_buffer)
-        if decay := decoupled_decay(group):
+        if decay := single.decoupled_decay(group):
             torch._foreach_copy_(self.gradients, self.params)
-            self.step_buffer.add_(self.g * (learning_rate(group) * decay))
+            self.step_buffer.add_(self.g * (single.learning_rate(group) * decay))
         self.step_buffer.masked_fill_(still, 0.0)  # ε alone is no scale of gradients
         if self.params[0].dtype == self.g.dtype:
             torch._foreach_sub_(self.params, self.steps)
             return
         torch._foreach_copy_(self.gradients, self.params)
-        self.g.sub_(self.step_buffer).copy_(rounded(self.g, self.params[0].dtype, group))
+        self.g.sub_(self.step_buffer).copy_(single.rounded(self.g, self.params[0].dtype, group))
         torch._foreach_copy_(self.params, self.gradients)
