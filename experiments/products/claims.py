@@ -24,6 +24,7 @@ from experiments.records.run import Groups, Run
 from experiments.records.status import Status
 
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
+REDUCED_SCALES = ("laptop", "desktop")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
 
 
 def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
-    scales = {run.config.scale for run in needed(claim, groups)}
+    scales = {run.config.shown_scale for run in needed(claim, groups)}
     return {
         "id": claim.id,
         "place": claim.place,
@@ -199,9 +200,14 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 def said(row: Mapping[str, str]) -> str:
     """The verdict, marked if a larger scale may change it or if it has no records."""
-    small = "laptop" in row["scale"] and row["verdict"] in ("fails", "inconclusive")
+    small = reduced_scale(row) if row["verdict"] in ("fails", "inconclusive") else None
     mark = " †" if row["records"] == WITHOUT else ""
-    return row["verdict"] + (" at laptop scale" if small else "") + mark
+    return row["verdict"] + (f" at {small} scale" if small else "") + mark
+
+
+def reduced_scale(row: Mapping[str, str]) -> str | None:
+    """The smallest scale of its runs, if they are smaller than the paper's."""
+    return next((scale for scale in REDUCED_SCALES if scale in row["scale"]), None)
 
 
 def claims_page(rows: Sequence[dict[str, str]]) -> str:
