@@ -30,9 +30,10 @@ from math import inf, isnan, nan
 import torch
 from torch import Tensor
 
-from adashift._base import ParamState
+from adashift._base import ParamGroup, ParamState
 
-CORRECTION, WEIGHT, BETA1, PEAKS = range(4)  # places in state["number"]; m peaks follow
+NUMBERS = range(4)  # places in state["number"]; m peaks follow
+CORRECTION, WEIGHT, BETA1, PEAKS = NUMBERS
 ERROR = WEIGHT  # a window with an end has no weight to follow, one without no error to bound
 UNKNOWN = -1.0  # the error after a step without a running sum; −k: k − 1 peaks are known again
 
@@ -47,49 +48,10 @@ def total_weight(beta1: float, m: int) -> float:
     return sum(beta1**i for i in range(m))
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether x is a tensor with memory of its own, and not a DTensor or another wrapper."""
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-def is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(x))
-
-
-def zeros_beside(p: Tensor, dtype: torch.dtype, count: int = 0, place: int = 0) -> Tensor:
-    """Zeros of the shape and memory layout of p, or a stack of `count` of them.
-
-    Large buffers start at different places of a memory page (`place` 0 to 3): if all of them
-    started at the same one, a step that goes through them together would be slower.
-    """
-    if not (is_plain(p) and is_dense(p)):
-        one = torch.zeros_like(p, dtype=dtype)
-        return torch.stack([one] * count) if count else one
-    size, stride = tuple(p.shape), p.stride()
-    if count:
-        size, stride = (count, *size), (p.numel(), *stride)
-    elements = p.numel() * max(count, 1)
-    start = place * 1024 // dtype.itemsize if elements * dtype.itemsize >= 2**20 else 0
-    return p.new_zeros(start + elements, dtype=dtype).as_strided(size, stride, start)
-
-
-def compact(x: Tensor) -> Tensor:
-    """x with its parts one after the other; foreach may have put them between those of others."""
-    size = x[0].numel()
-    if x.stride(0) == size:
-        return x
-    return x.new_empty(x.numel()).as_strided(x.shape, (size, *x.stride()[1:])).copy_(x)
-
-
-def window_state(p: Tensor, dtype: torch.dtype, slot_dtype: torch.dtype, m: float) -> ParamState:
-    """The buffers of a window before the first gradient."""
-    if m == 1:
-        return {}
-    buffers = {"sum": zeros_beside(p, dtype, place=1)}
-    return buffers if m == inf else buffers | {"slots": zeros_beside(p, slot_dtype, int(m), 2)}
-
-
-# -- the running sum on the host ---------------------------------------------------------------
+def window_length(group: ParamGroup) -> int:
+    """m; 0 stands for a window without end."""
+    m = group["m"] or group["n"]
+    return 0 if m == inf else int(m)
 
 
 def largest(values: Sequence[float]) -> float:

@@ -17,26 +17,26 @@ from adashift._base import (
     check_count,
     check_number,
     check_switch,
-    real_pair,
     real_view,
-    state_dtype_of,
 )
-from adashift._spatial import PHI, Phi, get_phi, zero_v
-from adashift._steps import cpu, foreach, gpu
+from adashift._spatial import Phi, get_phi
+from adashift._state import check_parameter, check_state, is_plain, new_state, restored
+from adashift._steps import fits_kernels, gpu
+from adashift._steps.cpu import CpuTable
+from adashift._steps.foreach import FlatTable
+from adashift._steps.gpu import GpuTable
 from adashift._steps.single import step_capturable, step_single
-from adashift._window import PEAKS, is_plain, window_state, zeros_beside
 
-PHI_NUMBER = {name: number for number, name in enumerate(PHI)}
 SHARED_WEIGHT = 0.01  # of gradients that v_t has seen, in the m_t of an endless window
 OPTIONS_OF_A_PLAN = ("fused", "foreach", "capturable", "phi", "n", "m", "state_dtype")
 SWITCHES = ("decoupled_weight_decay", "maximize", "capturable", "stochastic_rounding")
 
 
 class StepPlan(NamedTuple):
-    """Which parameters of a group a kernel takes, and which go one by one."""
+    """Which parameters of a group are stepped together, and which one by one."""
 
     facts: list[Any]  # what it depends on
-    tables: list[cpu.JobTable | foreach.FlatTable | gpu.JobTable]
+    tables: list[CpuTable | FlatTable | GpuTable]
     rest: list[Tensor]
 
 
@@ -119,13 +119,10 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        options: dict[str, Any] = dict(
-            lr=lr, betas=betas, eps=eps, n=n, m=m, phi=phi, weight_decay=weight_decay
+        given = locals().items()
+        super().__init__(
+            params, {k: x for k, x in given if k not in ("self", "params", "__class__")}
         )
-        options |= dict(decoupled_weight_decay=decoupled_weight_decay, maximize=maximize)
-        options |= dict(foreach=foreach, fused=fused, capturable=capturable)
-        options |= dict(stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
-        super().__init__(params, options)
 
     @staticmethod
     def _check(options: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +152,7 @@ class AdaShift(PerParameter):
         if group["m"] == inf:
             warn_of_shared_gradients(float(group["betas"][0]), group["n"])
         for p in group["params"] if group["fused"] else ():
-            cpu.supports(p, group)  # compile now, so that a warning appears early
+            CpuTable.takes(p, group)  # compile now, so that a warning appears early
 
     @property
     def _plans(self) -> dict[int, StepPlan]:
@@ -165,19 +162,10 @@ class AdaShift(PerParameter):
 
     def _restored(self, key: str, value: Tensor, p: Tensor) -> Tensor:
         self._plans.clear()
-        theta = real_view(p)
-        if key == "step":
-            return value.to("cpu", copy=True)
-        if not is_plain(theta) or value.shape[value.dim() - theta.dim() :] != theta.shape:
-            return super()._restored(key, value, p)
-        count = len(value) if value.dim() > theta.dim() else 0
-        place = ("", "sum", "slots").index(key) if key in ("sum", "slots") else 0
-        return zeros_beside(theta, value.dtype, count, place).copy_(value)
+        return restored(real_view(p), key, value)
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
         super()._validate(params, group)
-        if group["phi"] != "none":
-            refuse_flat_parameters(params)
         if torch.compiler.is_compiling() and group["capturable"]:
             for p in params:
                 self._state_of(p, group)
@@ -202,30 +190,30 @@ class AdaShift(PerParameter):
     def _table_of(self, p: Tensor, group: ParamGroup) -> Any:
         """What steps p together with all that share the key; None if it goes alone."""
         state = self._state_of(p, group)
-        if may_use_kernels(p, group) and cpu.supports_step(p, state, group):
-            for kernels in (gpu, cpu):
-                if kernels.supports(p, group):
+        if may_use_kernels(p, group) and fits_kernels(p, state, group):
+            for table in (GpuTable, CpuTable):
+                if table.takes(p, group):
                     slots = state["slots"].dtype if "slots" in state else None
-                    return kernels.JobTable, p.device, p.dtype, slots
-        if foreach.supports(p, group):
-            return foreach.FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
+                    return table, p.device, p.dtype, slots
+        if FlatTable.takes(p, group):
+            return FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
         return None
 
     def _facts_of(self, params: list[Tensor]) -> list[Any]:
         return [facts_of(p, self.state[p]) for p in params]
 
     def _state_of(self, p: Tensor, group: ParamGroup) -> ParamState:
-        """The state of a parameter, made with its first gradient; it must fit."""
+        """The state of a parameter, made with its first gradient; both must fit."""
         theta, state = real_view(p), self.state[p]
+        check_parameter(p, group)
         if not state:
             state.update(new_state(theta, group))
-        refuse_other_options(state, group)
-        refuse_other_memory(theta, state)
+        check_state(theta, state, group)
         return state
 
     def _update_group(self, params: list[Tensor], group: ParamGroup) -> None:
         if torch.compiler.is_compiling() and group["capturable"]:
-            self._update_one_by_one(params, group)
+            super()._update_group(params, group)
         else:
             self._update_eagerly(group)
 
@@ -234,15 +222,11 @@ class AdaShift(PerParameter):
         plan = self._plans[id(group)]
         for table in plan.tables:
             table.step(group)
-        self._update_one_by_one(plan.rest, group)
-
-    def _update_one_by_one(self, params: list[Tensor], group: ParamGroup) -> None:
-        step = step_capturable if group["capturable"] else step_single
-        for p in params:
-            step(*real_pair(p, group), self.state[p], group)
+        super()._update_group(plan.rest, group)
 
     def _update(self, p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
-        step_single(p, g, state, group)
+        step = step_capturable if group["capturable"] else step_single
+        step(p, g, state, group)
 
 
 def warn_of_shared_gradients(beta1: float, n: int) -> None:
@@ -269,79 +253,5 @@ def facts_of(p: Tensor, state: ParamState) -> tuple[Any, ...]:
         return (id(p),)
     g = p.grad
     assert g is not None
-    return (
-        p.data_ptr(),
-        p.shape,
-        p.stride(),
-        p.dtype,
-        g.stride(),
-        g.dtype,
-        g.is_neg(),
-        id(state.get("number")),
-    )
-
-
-def new_state(theta: Tensor, group: ParamGroup) -> ParamState:
-    """Create every key at once: distributed checkpoints load only existing keys."""
-    n, m, phi, dtype = group["n"], group["m"] or group["n"], group["phi"], state_dtype_of(theta)
-    v = zero_v(phi, torch.zeros_like(theta, dtype=dtype))
-    peaks = int(m) if 1 < m < inf else 0
-    elementwise = v.shape == theta.shape and v.dim() > 0
-    return {
-        "step": torch.zeros((), dtype=torch.int64),
-        "n": n,
-        "m": 0 if m == inf else m,
-        "kind": -1 if callable(phi) else PHI_NUMBER[phi],
-        "v": zeros_beside(theta, dtype) if elementwise else v,
-        "phi": zeros_beside(theta, dtype, n) if elementwise else torch.stack([v] * n),
-        "number": torch.zeros(PEAKS + peaks, dtype=dtype, device=theta.device),
-        **window_state(theta, dtype, group["state_dtype"] or dtype, m),
-    }
-
-
-def refuse_flat_parameters(params: list[Tensor]) -> None:
-    """FSDP1 hands over shards of many parameters in one tensor, in which no block can be found."""
-    for p in params:
-        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-            raise RuntimeError(
-                "a parameter is flattened by FullyShardedDataParallel, so phi would see shards and "
-                "not blocks: use fully_shard (FSDP2), or phi='none'"
-            )
-
-
-def refuse_other_options(state: ParamState, group: ParamGroup) -> None:
-    """n, m and phi decide what the state holds."""
-    if "number" not in state:
-        raise RuntimeError(
-            f"the state has {', '.join(map(str, state))}: it is that of another optimizer or of "
-            "AdaShift 0.1; start with a new AdaShift"
-        )
-    m, phi = group["m"] or group["n"], group["phi"]
-    kind = -1 if callable(phi) else PHI_NUMBER[phi]
-    was = {"n": state["n"], "m": state["m"] or inf, "phi": [*PHI, "a function"][state["kind"]]}
-    now = {"n": group["n"], "m": m, "phi": [*PHI, "a function"][kind]}
-    for name in now:
-        if was[name] != now[name]:
-            raise RuntimeError(
-                f"{name} changed from {was[name]} to {now[name]} during training; the stored state "
-                f"needs {name}={was[name]}: restore it, or create a new AdaShift, which starts "
-                "with n steps without updates"
-            )
-
-
-def refuse_other_memory(theta: Tensor, state: ParamState) -> None:
-    for name in ("sum", "slots", "v", "phi", "number"):
-        x = state.get(name)
-        if x is None:
-            continue
-        if x.device != theta.device:
-            raise RuntimeError(f"state {name!r} is on {x.device}, its parameter on {theta.device}")
-        per_element = name in ("sum", "slots") or state["kind"] == PHI_NUMBER["none"]
-        shape = (
-            x.shape[x.dim() - theta.dim() :] if name != "number" and per_element else theta.shape
-        )
-        if shape != theta.shape:
-            raise RuntimeError(
-                f"state {name!r} is for a parameter of shape {tuple(shape)}, but it has "
-                f"{tuple(theta.shape)}: build a new AdaShift after a change of shape"
-            )
+    own = p.data_ptr(), p.shape, p.stride(), p.dtype
+    return *own, g.shape, g.stride(), g.dtype, g.device, g.is_neg(), *map(id, state.values())

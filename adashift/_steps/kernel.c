@@ -4,7 +4,6 @@
    size), UNIT (the rounding error of REAL), and with BF16_PARAM or BF16_SLOT where parameters and
    gradients, or the slots of the window, are bfloat16. The window is explained in _window.py. */
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,7 +14,6 @@ enum { PIECE = 1024 };  /* elements that stay in the first cache of a core */
 enum { SHARE = 65536 }; /* elements that a thread takes at a time, however many threads there are */
 enum { MAX, MEAN, ROW, NONE };
 enum { CORRECTION, WEIGHT, ERROR = WEIGHT, BETA1, PEAKS }; /* places in Job.number */
-enum { MOST_THREADS = 256 };
 
 #ifdef BF16_PARAM
 typedef uint16_t PARAM;
@@ -30,19 +28,19 @@ typedef REAL SLOT;
 
 typedef struct {
     double lr, beta1, beta2, eps, decay, coupled, sign;
-    double total, last;         /* Σ_{i<m} β1^i and β1^m */
-    int64_t phi, n, m, threads; /* m = 0: a window without end */
-    int64_t stochastic;         /* rounding of bfloat16 parameters */
+    double total, last;          /* Σ_{i<m} β1^i and β1^m */
+    int64_t n, m, phi;           /* m = 0: a window without end */
+    int64_t threads, stochastic; /* the latter: rounding of bfloat16 parameters */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or NULL */
 } Rule;
 
 typedef struct {
     PARAM *p;
-    const PARAM *g;
     REAL *sum;
     SLOT *slots;
     REAL *v, *phi, *number; /* phi: of the last n steps; number: see the places above */
     int64_t *step, size, rows, key; /* key: another one for each parameter */
+    const PARAM *g;
 } Job;
 
 typedef struct {
@@ -216,25 +214,18 @@ static void step_share(Work *w, int64_t i, int64_t share) {
     w->square[share] = square;
 }
 
+/* Takes neighbors together, fewer towards the end: a thread reads long runs, and none waits long. */
 static void take_shares(void *argument) {
     Work *w = argument;
-    for (int64_t i = 0, share; (share = atomic_fetch_add(&w->next, 1)) < w->plan[w->count].first;) {
-        while (w->plan[i + 1].first <= share) i++;
-        step_share(w, i, share);
+    const int64_t all = w->plan[w->count].first;
+    for (long long i = 0, share = 0, end; share < all;) {
+        do end = share + 1 + (all - share) / (4 * w->rule->threads);
+        while (!atomic_compare_exchange_weak(&w->next, &share, end));
+        for (; share < end && share < all; share++) {
+            while (w->plan[i + 1].first <= share) i++;
+            step_share(w, i, share);
+        }
     }
-}
-
-static void *help(void *argument) { return take_shares(argument), NULL; }
-
-/* Threads of our own, where torch's are not available. */
-static void take_shares_together(Work *w, int64_t wanted) {
-    pthread_t helper[MOST_THREADS];
-    int64_t helpers = 0;
-    while (helpers < wanted - 1 && helpers < MOST_THREADS &&
-           !pthread_create(&helper[helpers], NULL, help, w))
-        helpers++;
-    take_shares(w);
-    while (helpers > 0) pthread_join(helper[--helpers], NULL);
 }
 
 /* The largest gradient of the last m − 1 steps; peak[t % m], of m steps ago, leaves the window. */
@@ -244,16 +235,17 @@ static double largest_peak(const Rule *r, const Job *j, int64_t t) {
     return top;
 }
 
-/* What one step of the running sum adds to its error, for gradients up to 1. */
-static double rounding(const Rule *r) { return 3 * UNIT * (r->total + 2 * r->last); }
+/* The error of the running sum after step t, for gradients up to `peak`: see _window.py. */
+static double error_after(const Rule *r, const Job *j, int64_t t, double peak) {
+    const double largest = larger(peak, j->number[PEAKS + t % r->m]);
+    return r->beta1 * j->number[ERROR] + 3 * UNIT * (r->total + 2 * r->last) * largest;
+}
 
-/* Whether the running sum may be further from the true one than _window.py promises. */
 static int must_sum_again(const Rule *r, const Job *j, int64_t t) {
     if (r->m < 2) return 0;
-    const double peak = largest_peak(r, j, t), leaving = j->number[PEAKS + t % r->m];
-    const double error = r->beta1 * j->number[ERROR] + rounding(r) * larger(peak, leaving);
     const int same = j->number[BETA1] == (REAL)r->beta1 && r->beta1 != 0;
-    return !(same && error <= 25 * UNIT * r->total * r->total * peak);
+    const double peak = largest_peak(r, j, t);
+    return !(same && error_after(r, j, t, peak) <= 25 * UNIT * r->total * r->total * peak);
 }
 
 static void make_plan(const Rule *r, const Job *j, Plan *q) {
@@ -277,9 +269,8 @@ static void finish(const Work *w, int64_t i) {
     if (r->m == 0) j->number[WEIGHT] = q->total;
     if (r->m > 1) {
         const double peak = larger(top, largest_peak(r, j, q->t));
-        const double leaving = j->number[PEAKS + q->t % r->m];
         const double error = q->again ? 2 * UNIT * r->total * r->total * peak
-                                      : r->beta1 * j->number[ERROR] + rounding(r) * larger(peak, leaving);
+                                      : error_after(r, j, q->t, peak);
         j->number[ERROR] = error * (1 + 4 * UNIT);
         j->number[BETA1] = r->beta1;
         j->number[PEAKS + q->t % r->m] = top;
@@ -305,9 +296,8 @@ int adashift_step(const Rule *rule, const Job *jobs, int64_t count) {
     w.square = w.top + shares;
     for (int64_t i = 0; i < count; i++) make_plan(rule, jobs + i, w.plan + i);
     const int64_t wanted = rule->threads < shares ? rule->threads : shares;
-    if (wanted < 2) take_shares(&w);
-    else if (rule->parallel) rule->parallel(take_shares, &w, wanted, 0);
-    else take_shares_together(&w, wanted);
+    if (wanted < 2 || !rule->parallel) take_shares(&w);
+    else rule->parallel(take_shares, &w, wanted, 0);
     for (int64_t i = 0; i < count; i++) finish(&w, i);
     free(w.top);
     free(w.plan);

@@ -12,13 +12,16 @@ gpu.py makes the table; kernel.c is the same step on a CPU; the window is explai
 import triton
 import triton.language as tl
 
+from adashift._spatial import PHI as PHI_NAMES
+from adashift._window import NUMBERS
+
 COLUMNS = tl.constexpr(13)  # of the table, which has a row for each parameter
 P, SUM, SLOTS, V, PHIS, NUMBER, STEP, SIZE, ROWS, KEY, FIRST_TILE, FIRST_PARTIAL, FIRST_BLOCK = map(
     tl.constexpr, range(COLUMNS.value)
 )
-MAX, MEAN, ROW, NONE = map(tl.constexpr, range(4))
+MAX, MEAN, ROW, NONE = map(tl.constexpr, range(len(PHI_NAMES)))
 NEWEST, WINDOW, ENDLESS = map(tl.constexpr, range(3))  # m = 1, m > 1, m = inf
-CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, range(4))  # places in state["number"]
+CORRECTION, WEIGHT, BETA1, PEAKS = map(tl.constexpr, NUMBERS)
 ERROR = WEIGHT
 # Triton would compile again for other values: their alignment changes with the list of parameters.
 PLAIN = ["table", "gradients", "tiles", "blocks", "tops", "squares", "plan", "lr_at", "n", "m"]
@@ -105,7 +108,8 @@ def step_tiles(
     size, partial = tl.load(row + SIZE), tl.load(row + FIRST_PARTIAL) + tile
     number, t = address(row, NUMBER, REAL), tl.load(address(row, STEP, tl.int64)) + 1
     start, lane = tile * TILE, tl.arange(0, TILE)
-    inside = lane < size - start
+    count = tl.minimum(size - start, TILE).to(tl.int32)
+    inside = lane < count
     beta1, last, total = tl.full([], beta1, REAL), tl.full([], last, REAL), tl.full([], total, REAL)
     new, beta2 = tl.full([], 1 - beta2, REAL), tl.full([], beta2, REAL)
     sign, coupled = tl.full([], sign, REAL), tl.full([], coupled, REAL)
@@ -155,7 +159,7 @@ def step_tiles(
 
     # -- v_t = β2 v_{t−1} + (1 − β2) φ(g_{t−n}²): it never sees g_t
     v_at, phi_at, rows = address(row, V, REAL), address(row, PHIS, REAL), tl.load(row + ROWS)
-    moving = tl.where(t > n, size - start, 0)  # elements: none in the first n steps
+    moving = tl.where(t > n, count, 0)  # elements: none in the first n steps
     correction = tl.where(t > n, beta2 * tl.load(number + CORRECTION) + new, 1.0)
     if PHI == NONE:
         v_at += start + lane
@@ -176,24 +180,24 @@ def step_tiles(
     else:
         v = next_v(tl.load(v_at), tl.load(phi_at + t % n), beta2, new)
 
-    # -- θ; ε alone is no scale of gradients, so nothing moves where v is 0
-    moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
-    if STOCHASTIC and tl.bfloat16 == PARAM:
-        seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
-        moved = round_by_chance(moved, mixed(seed ^ (start + lane).to(tl.uint32)))
-    tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
-
     # -- what the second launch reduces
     found = tl.where(inside, magnitude(g), 0)
     if PHI == ROW:  # (row, tile) grows from run to run, so that row + tile is a place of its own
         _, found = tl.associative_scan((index, found), 0, larger_of_row)
-        ends = ((lane + 1 + begun) // width != index) | (lane == tl.minimum(TILE, size - start) - 1)
+        ends = ((lane + 1 + begun) // width != index) | (lane == count - 1)
         tl.store(tops + partial + first + index, from_magnitude(found), mask=inside & ends)
     else:
         tl.store(tops + partial, from_magnitude(tl.max(found)))
     if PHI == MEAN:
         wide = g.to(tl.float64)  # the sum of squares may overflow
         tl.store(squares + partial, tl.sum(wide * wide))
+
+    # -- θ; ε alone is no scale of gradients, so nothing moves where v is 0
+    moved = decay * p - lr / (tl.sqrt(v / correction) + eps) / total * s
+    if STOCHASTIC and tl.bfloat16 == PARAM:
+        seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
+        moved = round_by_chance(moved, mixed(seed ^ (start.to(tl.uint32) + lane)))
+    tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -217,15 +221,14 @@ def finish_step(
     if PHI == ROW:
         partials += rows - 1
         index, length = block * LANES + lane, size // rows
+        inside, old_at = index < rows, phi_at + t % n * rows + index
+        v = next_v(tl.load(v_at + index, mask=inside), tl.load(old_at, mask=inside), beta2, new)
+        tl.store(v_at + index, v, mask=index < tl.where(t > n, rows, 0))
         first, end = index * length // TILE, ((index + 1) * length - 1) // TILE
         found = tl.zeros([LANES], REAL)
         for k in range(length // TILE + 2):
-            here = (index < rows) & (first + k <= end)
+            here = inside & (first + k <= end)
             found = larger(found, tl.load(tops + index + first + k, mask=here, other=0.0))
-        inside = index < rows
-        old_at = phi_at + t % n * rows + index
-        v = next_v(tl.load(v_at + index, mask=inside), tl.load(old_at, mask=inside), beta2, new)
-        tl.store(v_at + index, v, mask=index < tl.where(t > n, rows, 0))
         tl.store(old_at, found * found, mask=inside)
     if block == 0:
         number = address(row, NUMBER, REAL)

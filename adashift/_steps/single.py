@@ -1,47 +1,41 @@
 """The step of one parameter by torch operations: for every tensor that no kernel takes."""
 
-from math import inf, nan, sqrt
+from math import nan, sqrt
 
 import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState
 from adashift._spatial import phi_of_square
-from adashift._window import (
-    CORRECTION,
-    WEIGHT,
-    Bound,
-    forget_error,
-    is_plain,
-    recover_error,
-    total_weight,
-)
+from adashift._state import is_plain
+from adashift._window import CORRECTION, WEIGHT, Bound, forget_error, recover_error, total_weight
 
 Moment = tuple[Tensor, float | Tensor]  # the sum of a window, and its total weight
 
 
 def step_single(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) -> None:
     """Move p; the host knows t."""
-    n, (beta1, beta2), number = group["n"], map(float, group["betas"]), state["number"]
     state["step"] = state["step"].cpu()  # a kernel may have kept it on a GPU
-    t = int(state["step"].add_(1))
-    moment = window_sum(g, state, t, beta1, group["m"] or n)
-    phi = state["phi"][t % n]
-    if t > n:
-        correction = number[CORRECTION].mul_(beta2).add_(1 - beta2)  # 1 − β2^(t−n)
-        v = state["v"].mul_(beta2).add_(phi, alpha=1 - beta2)  # sees g_{t-n}, never g_t
+    t, (beta1, beta2) = int(state["step"].add_(1)), map(float, group["betas"])
+    moment = window_sum(g, state, t, beta1)
+    if t > state["n"]:
+        v, correction = shifted_v(state, t, beta2)
         move = move_block if v.dim() == 0 and v.is_cpu else move_tensor
         move(p, moment, v, correction, group)
-    phi.copy_(phi_of_square(group["phi"], g))
+    state["phi"][t % state["n"]].copy_(phi_of_square(group["phi"], g))
 
 
-def window_sum(g: Tensor, state: ParamState, t: int, beta1: float, m: float) -> Moment:
+def shifted_v(state: ParamState, t: int, beta2: float) -> tuple[Tensor, Tensor]:
+    """Return v_t, which sees g_{t-n} and never g_t, and 1 − β2^(t−n)."""
+    correction = state["number"][CORRECTION].mul_(beta2).add_(1 - beta2)
+    return state["v"].mul_(beta2).add_(state["phi"][t % state["n"]], alpha=1 - beta2), correction
+
+
+def window_sum(g: Tensor, state: ParamState, t: int, beta1: float) -> Moment:
     """Take g_t into the window; return m_t times its weight, and the weight."""
-    if m == 1:
-        return g, 1.0
-    if m == inf:
-        return endless_sum(g, state, beta1)
-    m = int(m)
+    m = state["m"]
+    if m < 2:
+        return (g, 1.0) if m == 1 else endless_sum(g, state, beta1)
     slots, total = state["slots"], state["sum"]
     if g.is_cpu and is_plain(g):  # elsewhere, reading a number would wait for the device
         recover_error(state)
@@ -62,8 +56,7 @@ def window_sum(g: Tensor, state: ParamState, t: int, beta1: float, m: float) -> 
 
 
 def endless_sum(g: Tensor, state: ParamState, beta1: float) -> Moment:
-    weight = state["number"][WEIGHT].mul_(beta1).add_(1)
-    total = state["sum"]
+    weight, total = state["number"][WEIGHT].mul_(beta1).add_(1), state["sum"]
     return total.copy_(g) if beta1 == 0 else total.mul_(beta1).add_(g), weight
 
 
@@ -86,12 +79,18 @@ def move_tensor(
     p: Tensor, moment: Moment, v: Tensor, correction: Tensor, group: ParamGroup
 ) -> None:
     """The same for v of any shape, on any device."""
-    total, weight = moment
-    step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * group["lr"]
+    (total, weight), alpha = moment, learning_rate(group)
+    step = total / (v / correction).sqrt_().add_(group["eps"]).mul_(weight) * alpha
     if decay := decoupled_decay(group):
-        step.add_(group["lr"] * decay * p)
+        step.add_(alpha * decay * p)
     new = p.to(step.dtype) - torch.where(v == 0, 0.0, step)
     p.copy_(rounded(new, p.dtype, group))
+
+
+def learning_rate(group: ParamGroup) -> float | Tensor:
+    """A tensor is never read on the host, and has no dimension that a step would inherit."""
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
 
 
 def decoupled_decay(group: ParamGroup) -> float:
@@ -115,11 +114,11 @@ def step_capturable(p: Tensor, g: Tensor, state: ParamState, group: ParamGroup) 
 
     Every slot is looked at in every step: the cost grows with m.
     """
-    n, (beta1, beta2), number = group["n"], map(float, group["betas"]), state["number"]
+    n, m, number = state["n"], state["m"], state["number"]
     state["step"] = state["step"].to(p.device)
-    t, m = state["step"].add_(1), group["m"] or n
+    t, (beta1, beta2) = state["step"].add_(1), map(float, group["betas"])
     moment: Moment = g, 1.0
-    if m == inf:
+    if m == 0:
         moment = endless_sum(g, state, beta1)
     elif m > 1:
         forget_error(state)

@@ -20,6 +20,7 @@ from adashift import AdaShift
 PHIS = ["max", "mean", "none"]
 SHARDED = {phi: dict(phi=phi) for phi in (*PHIS, "row")}
 SHARDED |= {name: {name: True} for name in ("foreach", "fused", "capturable")}
+SHARDED["foreach row"] = dict(foreach=True, phi="row")
 SHARDED |= {"endless": dict(n=2, m=inf, betas=(0.05, 0.999)), "m=1": dict(m=1)}
 WORLD, STEPS, SAVED, LIMIT = 2, 12, 5, 60
 

@@ -51,7 +51,7 @@ def make(params, **options):
     def checked(self, group):
         step(self, group)
         plan = self._plans[id(group)]
-        assert not plan.rest and all(type(table) is gpu.JobTable for table in plan.tables)
+        assert not plan.rest and all(type(table) is gpu.GpuTable for table in plan.tables)
 
     optimizer._update_eagerly = checked.__get__(optimizer)
     return optimizer
@@ -196,6 +196,21 @@ def test_nan_reaches_its_block_and_a_block_without_scale_does_not_move(phi):
     assert torch.equal(p.isnan(), whole)
     if phi in ("row", "none"):
         assert torch.equal(p[1], start[1]) and (p[0] != start[0]).all()
+
+
+@pytest.mark.parametrize("m", [1, 2, math.inf])
+@pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.parametrize("phi", PHIS)
+def test_inf_gradients_end_as_in_the_reference(phi, when, m):
+    """Where v is 0 nothing moves; v = inf moves nothing, unless m_t is inf, which gives NaN."""
+    (p,) = parameters(torch.float64, (4, 2))
+    optimizer, oracle = make([p], n=2, m=m, phi=phi), AdaShiftReference(p, n=2, m=m, phi=phi)
+    for t in range(8):
+        p.grad = torch.full((4, 2), 1.0 if t >= when else 0.0, dtype=torch.float64)
+        p.grad[1, 1] = math.inf if t == when else p.grad[1, 1]
+        expected = oracle.step(p.grad)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def test_mean_of_squares_does_not_overflow():

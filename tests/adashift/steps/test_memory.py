@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from adashift import AdamNC, AdaShift, SpatialOnly
+from adashift._window import total_weight
 from adashift.reference import AdaShiftReference
 
 WAYS = [{}, {"foreach": True}, {"fused": True}, {"capturable": True}]
@@ -29,7 +30,7 @@ def test_parameter_of_another_shape_is_an_error(phi, way):
     p, optimizer = trained(way, phi=phi)
     p.data = torch.ones(60_000, 50)
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"state '\w+' is for a parameter of shape \(6, 5\)"):
+    with pytest.raises(RuntimeError, match=r"state '\w+' has shape .*6, 5\), but .* \(60000, 50\)"):
         optimizer.step()
     assert torch.equal(p, torch.ones_like(p))
 
@@ -40,8 +41,50 @@ def test_checkpoint_of_another_shape_is_an_error(way):
     p, optimizer = trained(way, (300, 200), steps=1)
     optimizer.load_state_dict(saved.state_dict())
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"is for a parameter of shape \(3, 2\)"):
+    with pytest.raises(RuntimeError, match=r"has shape \(3, 2\), but .* shape \(300, 200\)"):
         optimizer.step()
+
+
+@every_way
+def test_checkpoint_with_other_rows_is_an_error(way):
+    """With m = 1 the state of φ = row is v alone, which a kernel would read beyond its end."""
+    _, saved = trained(way, (3, 2), phi="row", m=1)
+    p, optimizer = trained(way, (30_000, 2), steps=1, phi="row", m=1)
+    optimizer.load_state_dict(saved.state_dict())
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"state 'v' has shape \(3, 1\), .* needs \(30000, 1\)"):
+        optimizer.step()
+
+
+@every_way
+def test_gradient_of_another_shape_is_an_error(way):
+    """A gradient that a new p.data left behind, or whose own data is another one."""
+    p, optimizer = trained(way, (6,), m=1)
+    p.data = torch.ones(3_000_000)
+    with pytest.raises(RuntimeError, match=r"shape \(6,\) on cpu, its parameter \(3000000,\)"):
+        optimizer.step()
+    assert (p == 1).all()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad.data = torch.ones(6)
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        optimizer.step()
+
+
+@every_way
+def test_replaced_state_is_noticed(way):
+    """One tensor of it, as offloading to another memory may leave it."""
+    ends = []
+    for replaced in (False, True):
+        p, optimizer = trained(way)
+        if replaced:
+            optimizer.state[p]["sum"] = optimizer.state[p]["sum"].clone()
+            optimizer.state[p]["slots"] = optimizer.state[p]["slots"].clone()
+        for t in range(5):
+            p.grad = torch.full_like(p, t - 3.0)
+            optimizer.step()
+        ends.append((p.detach(), optimizer.state[p]["slots"].clone()))
+    assert all(map(torch.equal, *ends))
 
 
 @every_way
@@ -162,11 +205,12 @@ def test_half_precision_rounds_once(dtype, decay, way):
 
 
 @every_way
+@pytest.mark.parametrize("size", [(), (6, 5)])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_learning_rate_may_be_a_tensor(shape, way):
+def test_learning_rate_may_be_a_tensor(shape, size, way):
     lr = torch.full(shape, 0.01)
-    a, tensor = trained(way, lr=lr)
-    b, number = trained(way, lr=0.01)
+    a, tensor = trained(way, size, lr=lr, weight_decay=0.1)
+    b, number = trained(way, size, lr=0.01, weight_decay=0.1)
     torch.testing.assert_close(a, b)
     lr.fill_(0.5)
     for p, optimizer in ((a, tensor), (b, number)):
@@ -188,6 +232,47 @@ def test_betas_may_be_tensors_that_change_in_place(way):
         expected = oracle.step(p.grad)
         optimizer.step()
         torch.testing.assert_close(p.detach(), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_beta1_schedule_keeps_caches_small():
+    p, optimizer = trained({"foreach": True})
+    for t in range(300):
+        optimizer.param_groups[0]["betas"] = (t / 300, 0.999)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    info = total_weight.cache_info()
+    assert info.currsize <= info.maxsize <= 64
+    ((table,),) = (plan.tables for plan in optimizer._plans.values())
+    assert len(table.weights) == 1
+
+
+@every_way
+def test_clock_beyond_float32(way):
+    """t = 2^24 + 1 is no float32; the step goes on as from another multiple of n and m."""
+    ends = []
+    for start in (8, 2**24, 2**40):
+        p = torch.nn.Parameter(torch.zeros(40))
+        optimizer = AdaShift([p], n=4, **way)
+        generator = torch.Generator().manual_seed(0)
+        for t in range(17):
+            if t == 8:
+                optimizer.state[p]["step"].fill_(start)
+            p.grad = torch.randn(40, generator=generator)
+            optimizer.step()
+        assert optimizer.state[p]["step"] == start + 9
+        ends.append(p.detach())
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+@every_way
+@pytest.mark.parametrize(("name", "value"), [("n", 4), ("m", 2), ("m", math.inf), ("phi", "row")])
+def test_changed_options_are_errors(name, value, way):
+    p, optimizer = trained(way)
+    before = p.detach().clone()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(RuntimeError, match=f"{name} changed from .* to {value}|m changed from 3"):
+        optimizer.step()
+    assert torch.equal(p, before)
 
 
 @every_way
@@ -219,7 +304,7 @@ def test_inf_gradients_end_alike(when, m, phi, way):
         torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("phi", ["max", "mean", "none"])
+@pytest.mark.parametrize("phi", ["max", "mean", "row", "none"])
 def test_implementation_may_change_without_a_checkpoint(phi):
     """foreach leaves the state of all parameters interleaved in flat buffers."""
     params = [torch.nn.Parameter(torch.zeros(k, 7).double()) for k in (1, 5, 300)]
