@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    NonNegativeFloat,
     PositiveInt,
     Tag,
     model_validator,
@@ -261,14 +262,15 @@ class SearchRule(SpecPart):
 class Comparison(SpecPart):
     """A part of a claim: left is above, below or near right, by a margin.
 
-    A side names runs, which are compared seed by seed; several names mean the spread over them,
-    the largest minus the smallest.
+    A side names runs, which are compared seed by seed; several names mean the range over them, the
+    largest difference between two of them. `margin`, `metric` and `statistic` default to those of
+    the claim.
     """
 
     left: str | list[str]
     relation: Literal["above", "below", "near"]
     right: float | str | list[str] = 0.0
-    margin: float = 0.0
+    margin: NonNegativeFloat | None = None
     metric: str | None = None
     statistic: Statistic | None = None
 
@@ -287,8 +289,10 @@ class Claim(SpecPart):
     metric: str
     statistic: Statistic = "last"
     parts: Annotated[list[Comparison], Field(min_length=1)]
+    margin: NonNegativeFloat = 0.0  # the smallest effect that counts, or the largest that is alike
     why: str = ""  # the reason for a margin, or what a careful reader should know
     main: bool = False  # one of the claims on the first screen of the report
+    exploratory: bool = False  # worded, or its bounds set, after some of its runs had been seen
 
     def runs(self) -> set[str]:
         return {name for part in self.parts for name in part.runs()}
@@ -298,6 +302,9 @@ class Claim(SpecPart):
 
     def statistic_of(self, part: Comparison) -> str:
         return part.statistic or self.statistic
+
+    def margin_of(self, part: Comparison) -> float:
+        return self.margin if part.margin is None else part.margin
 
 
 # -- the whole ---------------------------------------------------------------------------------
@@ -326,6 +333,20 @@ class Spec(SpecPart):
             raise ValueError("`search` and `rule` belong together: set both, or neither")
         for name, search in self.search.items():
             self.runs |= search.runs(name)
+        return self
+
+    @model_validator(mode="after")
+    def check_margins(self) -> Self:
+        """Random runs that are compared need a margin, so that no difference is an answer."""
+        for claim in self.claims:
+            for part in claim.parts:
+                is_bound = isinstance(part.right, float) and part.relation != "near"
+                is_exact = {*part.runs()} <= {*self.once}
+                if not (is_bound or is_exact or claim.margin_of(part)):
+                    raise ValueError(
+                        f"claim {claim.id} compares {' and '.join(part.runs())} without a margin: "
+                        "set the smallest effect that counts, and give its reason in `why`"
+                    )
         return self
 
     def with_extra(self, optimizers: Sequence[str]) -> Self:

@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from experiments.products.claims import interval, values
+from experiments.products.claims import values
 from experiments.products.figures import RunGroup, draw_figure, scale_of, shaded
+from experiments.products.inference import interval
 from experiments.products.markdown import markdown_table
 from experiments.products.schema import SearchPanel, SearchRule, Spec
 from experiments.products.tables import require_runs
