@@ -12,7 +12,7 @@ TESTS  ?= tests
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.installed
 FIGURES := $(addprefix figure-,$(shell seq 1 24) s2 s3)
-TABLES  := $(addprefix table-,$(shell seq 1 9))
+TABLES  := $(addprefix table-,$(shell seq 1 9) s4)
 SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
 MAKEFLAGS += --no-print-directory
@@ -35,7 +35,7 @@ WORDS = scale=$(SCALE) $(filter-out records=own,records=$(RECORDS)) $(ARGS)
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* $(WORDS)
 
-##   table-1 … table-9      write a table to results/tables/
+##   table-1 … table-9      write a table to results/tables/; table-s4 asks why translation goes against AdaShift
 $(TABLES): table-%: $(READY)
 	@$(PY) -m experiments table $* $(WORDS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveInt,
     Tag,
     model_validator,
@@ -209,10 +210,15 @@ class TableRow(SpecPart):
 
 
 class Search(SpecPart):
-    """What is tried for one optimizer: the paper's setting, and what files of conf/sweep list."""
+    """What is tried for one optimizer: the paper's setting, and what files of conf/sweep list.
+
+    `best` is what the search has selected, as overrides of the paper's setting; None: not yet. It
+    is the run `<name> best`, which has the seeds of the spec and not those of the search.
+    """
 
     label: str
     paper: list[str]
+    best: list[str] | None = None
     sweeps: list[str]
 
     def runs(self, name: str) -> dict[str, list[str]]:
@@ -224,6 +230,7 @@ class Search(SpecPart):
 class SearchRule(SpecPart):
     """Which setting is the best, and what is shown of all of them."""
 
+    seeds: PositiveInt | None = None  # of what is tried, from 0 on; None: those of the spec
     metric: str
     statistic: Statistic = "last"
     best: Literal["highest", "lowest"]
@@ -317,6 +324,7 @@ class Spec(SpecPart):
     shows: str = ""  # in the paper, in one sentence of ours
     note: str = ""
     seeds: PositiveInt
+    first_seed: NonNegativeInt = 0  # verdicts rest on seeds that nobody has seen
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
     runs: dict[str, list[str]] = {}
@@ -333,7 +341,14 @@ class Spec(SpecPart):
             raise ValueError("`search` and `rule` belong together: set both, or neither")
         for name, search in self.search.items():
             self.runs |= search.runs(name)
+            if search.best is not None:
+                self.runs[f"{name} best"] = [*search.paper, *search.best]
         return self
+
+    @property
+    def awaited(self) -> set[str]:
+        """The best runs of searches that are not finished; claims may name them."""
+        return {f"{name} best" for name, search in self.search.items() if search.best is None}
 
     @model_validator(mode="after")
     def check_margins(self) -> Self:
@@ -379,6 +394,18 @@ class Spec(SpecPart):
     def expand(self, overrides: Sequence[str] = ()) -> dict[str, list[Run]]:
         """Name → one run per seed."""
         return {
-            name: [first.with_seed(seed) for seed in range(1 if name in self.once else self.seeds)]
+            name: [first.with_seed(seed) for seed in self.seeds_of(name)]
             for name, first in self.settings(overrides).items()
         }
+
+    def seeds_of(self, name: str) -> range:
+        if name in self.once:
+            return range(1)
+        if self.rule and self.rule.seeds and name in self.tried:
+            return range(self.rule.seeds)
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @cached_property
+    def tried(self) -> set[str]:
+        """The runs of the search, without the best ones on seeds of their own."""
+        return {run for name, search in self.search.items() for run in search.runs(name)}
