@@ -11,14 +11,16 @@ TESTS  ?= tests
 
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.installed
-FIGURES := $(addprefix figure-,$(shell seq 1 24) s2 s3)
+NUMBERED := $(shell seq 1 24)
+OTHER   := $(filter-out _% 0% 1% 2%,$(patsubst conf/figure/%.yaml,%,$(sort $(wildcard conf/figure/*.yaml))))
+FIGURES := $(addprefix figure-,$(NUMBERED) $(OTHER))
 TABLES  := $(addprefix table-,$(shell seq 1 9) s4)
 SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status report \
+.PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status plan report \
         publish verify dashboard wandb-sync tensorboard bench-optimizer bench-training bench-engines gpu-check \
         kill-and-resume fuzz recordings test test-slurm \
         test-all test-examples lint audit format setup setup-cluster lock docker docker-cpu clean distclean
@@ -27,23 +29,27 @@ help: # prints every line of this file that starts with two hashes
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 # the settings of every product; the default records are omitted
-WORDS = scale=$(SCALE) $(filter-out records=own,records=$(RECORDS)) $(ARGS)
+WORDS = $(if $(EXTRA),--extra "$(EXTRA)") scale=$(SCALE) $(filter-out records=own,records=$(RECORDS)) $(ARGS)
 
 ## Reproduce the paper (missing runs are trained, finished runs are reused)
 ##   figure-1 … figure-24   draw a figure: png, pdf and the plotted csv in results/figures/; figure-s2 and figure-s3
-##                          explain results that differ from the paper
+##                          explain results that differ from the paper; figure-<name> draws conf/figure/<name>.yaml
 $(FIGURES): figure-%: $(READY)
-	@$(PY) -m experiments $(if $(EXTRA),--extra $(EXTRA) )figure $* $(WORDS)
+	@$(PY) -m experiments figure $* $(WORDS)
 
 ##   table-1 … table-9      write a table to results/tables/; table-s4 asks why translation goes against AdaShift
 $(TABLES): table-%: $(READY)
 	@$(PY) -m experiments table $* $(WORDS)
 
-# any other number is an error, also with `make -n`
+# any other name is an error, also with `make -n`
 figure-%: FORCE
-	$(error the paper has figures 1 to 24; $@ is none of them)
+	$(error there is no $@: the paper has figures 1 to 24, conf/figure also has $(OTHER))
 table-%: FORCE
-	$(error the paper has tables 1 to 9; $@ is none of them)
+	$(error there is no $@: the paper has tables 1 to 9)
+sweep-%: FORCE
+	$(error there is no $@: conf/sweep has $(SWEEPS:sweep-%=%))
+.DEFAULT:
+	$(error there is no target $@: make help lists all)
 
 ##   figures                draw every figure
 ##   tables                 write every table
@@ -58,11 +64,14 @@ theory surprises claims: $(READY)
 
 ##   status                 count finished, running, failed (with the error) and missing runs, estimate the time left;
 ##                          FIGURE=4 or TABLE=5 selects one and prints the commands for its missing runs
-status: $(READY)
+##   plan                   SCALE=paper: the runs, operations, memory and hours of every figure and table, on this
+##                          machine and on named GPUs, before anything is trained; FIGURE=4 or TABLE=5 selects one
+status plan: $(READY)
 	@$(PY) -m experiments $(strip $@ $(FIGURE:%=figure-%) $(TABLE:%=table-%)) $(WORDS)
 
 ##   sweep-betas …          run a sweep of conf/sweep; needs ARGS="experiment=resnet_cifar10 optimizer=adashift"
 $(SWEEPS): sweep-%: $(READY)
+	$(if $(findstring experiment=,$(ARGS)),,$(error $@ needs an experiment: add ARGS="experiment=… optimizer=…"))
 	@$(PY) run.py -m sweep=$* scale=$(SCALE) $(ARGS)
 
 ##   report                 write one page with all results, results/report.html; RECORDS=published uses the published ones
@@ -104,7 +113,8 @@ bench-training: $(READY)
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
-##   gpu-check              AdaShift on your GPU: correctness, time per step, launches, memory: results/gpu-check.md
+##   gpu-check              your GPU: AdaShift beside its reference, every experiment beside a CPU, time per step:
+##                          results/gpu-check.md
 gpu-check: $(READY)
 	@$(PY) -m benchmarks.gpu_check $(ARGS)
 
@@ -221,7 +231,7 @@ distclean: clean
 
 ##
 ## Variables
-##   SCALE=auto             paper, laptop, smoke; auto: paper if this machine can run it, else laptop
+##   SCALE=auto             paper, desktop, laptop, smoke; auto: paper if this machine can run it, else laptop
 ##   RECORDS=own            own: your runs, missing ones are trained; published: never train; all: your runs, else
 ##                          published ones, else train
 ##   EXTRA=my_optimizer     another curve in a figure: a file of conf/optimizer, or several separated by commas

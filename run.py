@@ -16,12 +16,15 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.compose import resolve
+from experiments.config.command_line import read_command_line
+from experiments.config.compose import compose, resolve
 from experiments.config.errors import ConfigError, one_line_errors
 from experiments.config.paths import CONF
+from experiments.progress import print_line
 from experiments.records.run import Run
 from experiments.training.scheduler import UnfinishedRunError
-from experiments.training.signals import end_with_parent, exit_interrupted
+from experiments.training.signals import closed_pipe, end_with_parent, exit_interrupted
+from experiments.training.torchrun import exit_with
 
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, so that clean_exit can reword them
@@ -74,7 +77,7 @@ def say(line: str) -> None:
     from experiments.training.collectives import is_first  # process of torchrun
 
     if is_first():
-        print(line, flush=True)
+        print_line(line)
 
 
 @contextmanager
@@ -86,12 +89,20 @@ def clean_exit() -> Iterator[None]:
     except (ConfigError, OSError) as error:
         if WANTS_TRACEBACK:
             raise
-        sys.exit(f"error: {error}")
+        exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()
 
 
-if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # for optimizer._target_=my_module.MyOptimizer
-    with clean_exit():
+def start() -> None:
+    with clean_exit(), closed_pipe():
+        command_line = read_command_line(sys.argv[1:])
+        if command_line.checkable:
+            compose(command_line.of_the_run)  # Hydra reports the same mistakes in other words
+        sys.argv[1:] = command_line.for_hydra
         main()
+
+
+if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # for the imports of a user's module
+    start()

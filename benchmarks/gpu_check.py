@@ -1,8 +1,10 @@
-"""AdaShift on this machine's GPU: agreement with the reference, time per step, launches, memory.
+"""This machine's GPU: AdaShift beside its reference, every experiment beside a CPU, times, memory.
 
     python -m benchmarks.gpu_check [--quick] [--results FOLDER]
 
 Writes results/gpu-check.md, a page to paste into an issue. The exit code is 1 if a check fails.
+A smoke run of every experiment is trained on the CPU, on the GPU and on the GPU with speed=fast,
+and one published run is trained again on the GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import itertools
 import math
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,8 +30,15 @@ from adashift import AdaShift
 from adashift.reference import AdaShiftReference
 from benchmarks.common import bullet_list, environment, interleave
 from benchmarks.optimizer import Shapes, numel, parameter_lists, state_bytes
-from experiments.config.paths import ROOT
+from experiments.config.compose import compose
+from experiments.config.paths import ROOT, choices_of
 from experiments.products.markdown import markdown_table
+from experiments.products.verify import repeated
+from experiments.records import archive
+from experiments.records.agreement import DIFFERENT, compare
+from experiments.records.run import Run
+from experiments.training.execute import execute
+from experiments.training.pool import attempt
 
 SHAPES = [(), (1,), (1000,), (70_003,), (33, 129), (16, 3, 3, 3)]
 WINDOWS: dict[str, dict[str, Any]] = {"m=1": dict(m=1), "m=3": dict(m=3), "m=inf": dict(m=math.inf)}
@@ -48,6 +58,12 @@ CONTENDERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "AdaShift n=m=10 phi=row": partial(AdaShift, phi="row"),
     "AdaShift n=m=10 foreach": partial(AdaShift, foreach=True),
 }
+
+
+SHORT = ("optimizer.n=2", "optimizer.m=null")  # AdaShift's first n steps move nothing
+TRAINING_TOLERANCE = {"exact": 1e-3, "fast": 0.05}  # rounding that grows in training; bfloat16
+TINY = 1e-12  # curves that stay below are equal
+PUBLISHED_EXPERIMENT = "ill_conditioned"  # needs no data; 4 s on a CPU
 
 
 # -- correctness -------------------------------------------------------------------------------
@@ -128,6 +144,72 @@ def check_rows(device: torch.device) -> pd.DataFrame:
     return table.assign(passed=table["error"] <= table["tolerance"])  # NaN has not passed
 
 
+# -- training ----------------------------------------------------------------------------------
+
+
+def smoke_run(experiment: str, *words: str) -> Run:
+    tuned = "adashift" in choices_of(f"tuned/{experiment}")
+    optimizer = ("optimizer=adashift", *SHORT) if tuned else ("optimizer=adam",)
+    fixed = [f"experiment={experiment}", *optimizer, "scale=smoke", "tracking=off", *words]
+    if "dropout" in compose(fixed).task.get("model", {}):
+        fixed.append("model.dropout=0")  # each device draws its own numbers for it
+    return Run(compose(fixed))
+
+
+def gap_of(run: Run, reference: Run) -> float:
+    """The largest difference of a curve beside its largest value, of the losses of steps if any.
+
+    Adam and AdaShift divide rounding errors by rounding errors where a gradient is 0, such as that
+    of a bias before batch norm. It changes no training loss, but the test loss of a short run.
+    """
+    mine, theirs = (r.metrics().set_index("step") for r in (run, reference))
+    names = [name for name in theirs if name.endswith("/loss")] or list(theirs)
+    differences = (mine[names] - theirs[names]).abs().max()
+    return float((differences / theirs[names].abs().max().clip(lower=TINY)).max(skipna=False))
+
+
+def comparison(run: Run, reference: Run, tolerance: float) -> dict[str, Any]:
+    """Train a run and compare it; one that fails has no gap and has not passed."""
+    outcome = attempt(run, lambda run: [])
+    done = outcome.status == reference.status and len(run.metrics()) == len(reference.metrics())
+    gap = gap_of(run, reference) if done else math.nan
+    print(f"{run.config.experiment}, {run.config.speed}: {outcome}, gap {gap:.1e}", flush=True)
+    return {
+        "experiment": run.config.experiment,
+        "speed": run.config.speed,
+        "gap": gap,
+        "tolerance": tolerance,
+        "passed": gap <= tolerance,  # NaN has not
+        "seconds": run.info.get("seconds"),
+        "CPU seconds": reference.info["seconds"],
+        "GiB": run.info.get("gpu_memory"),
+        "outcome": str(outcome),
+    }
+
+
+def train_rows(device: str, experiments: Sequence[str]) -> pd.DataFrame:
+    """Train each experiment on the CPU and, exact and fast, on the device."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="adashift-gpu-check-") as folder:
+        for name in experiments:
+            reference = smoke_run(name, "device=cpu", f"results={folder}/cpu")
+            execute(reference)
+            for speed, tolerance in TRAINING_TOLERANCE.items():
+                words = (f"device={device}", f"speed={speed}", f"results={folder}/device")
+                rows.append(comparison(smoke_run(name, *words), reference, tolerance))
+    return pd.DataFrame(rows)
+
+
+def published_agreement(device: str) -> str:
+    """Train a published run of AdaShift that needs no data, and compare it."""
+    runs = archive.load(ROOT / "results" / "published", PUBLISHED_EXPERIMENT)
+    published = next(run for name, run in runs.items() if name.startswith("adashift-"))
+    with tempfile.TemporaryDirectory(prefix="adashift-gpu-check-") as folder:
+        run = repeated(published, [f"device={device}", f"results={folder}"])
+        outcome = attempt(run, lambda run: [])
+        return f"`{run.command()}`: {compare(run) if run.done else f'{DIFFERENT}: {outcome}'}"
+
+
 # -- time, launches, memory --------------------------------------------------------------------
 
 
@@ -184,7 +266,24 @@ def gpu_facts() -> dict[str, Any]:
     }
 
 
-def page(checks: pd.DataFrame, times: pd.DataFrame, facts: dict[str, Any]) -> str:
+def training_part(trained: pd.DataFrame, agreement: str) -> list[str]:
+    passed = f"Runs within their tolerance: {trained['passed'].sum()} of {len(trained)}."
+    shown = trained.assign(gap=trained["gap"].map("{:.1e}".format)).round({"seconds": 1})
+    return [
+        "## Training",
+        "A smoke run of each experiment beside the same run on the CPU: the largest difference of "
+        "training losses (of all metrics, if it has none) beside the largest value. Seconds "
+        "include compiling.",
+        passed,
+        markdown_table(shown.round({"CPU seconds": 1})),
+        "A published run, trained again here:",
+        agreement,
+    ]
+
+
+def page(
+    checks: pd.DataFrame, times: pd.DataFrame, training: Sequence[str], facts: dict[str, Any]
+) -> str:
     failed = checks[~checks["passed"]]
     verdict = f"Checks passed: {len(checks) - len(failed)} of {len(checks)}."
     worst = checks.assign(share=checks["error"] / checks["tolerance"]).nlargest(3, "share")
@@ -194,6 +293,7 @@ def page(checks: pd.DataFrame, times: pd.DataFrame, facts: dict[str, Any]) -> st
     parts = ["# AdaShift on a GPU", bullet_list(facts), "## Correctness", verdict, intro]
     parts += [
         markdown_table(shown),
+        *training,
         "## Time per step",
         "Median of steps of the two in turn, float32.",
     ]
@@ -209,15 +309,18 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit("error: torch finds no GPU; run this on a machine with CUDA or ROCm and a driver")
     warnings.filterwarnings("ignore", "m=inf with betas")  # a short n, on purpose
     checks = check_rows(torch.device("cuda", 0))
+    trained = train_rows("cuda:0", choices_of("experiment"))
+    agreement = published_agreement("cuda:0")
     lists = parameter_lists(arguments.quick).items()
     times = pd.concat([time_rows(name, shapes, rounds) for name, (shapes, rounds) in lists])
-    text = page(checks, times, gpu_facts())
+    text = page(checks, times, training_part(trained, agreement), gpu_facts())
     print(text)
     path = arguments.results / "gpu-check.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     print(f"Written: {path}")
-    sys.exit(0 if checks["passed"].all() else 1)
+    good = checks["passed"].all() and trained["passed"].all() and DIFFERENT not in agreement
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -132,9 +132,12 @@ class InputOnly:
 
 def training_batches(task: Any) -> Iterator[Sequence[Tensor]]:
     """Yield the images and labels from which ImageClassifier computes its losses."""
-    for rows in task.batches:
-        images = task.standardise(task.augment(rows)).contiguous(memory_format=task.layout)
-        yield images, task.data.train.labels.index_select(0, rows)
+    for rows, drawn in zip(task.batches, task.noise, strict=True):
+        images = task.standardise(task.augment(rows, *drawn))
+        yield (
+            images.contiguous(memory_format=task.layout),
+            task.data.train.labels.index_select(0, rows),
+        )
 
 
 class PilImages(Dataset[Any]):

@@ -7,6 +7,7 @@
     python -m experiments claims        theory, then judge every claim whose runs exist
     python -m experiments status        finished, failed and missing runs, and the time left
     python -m experiments status figure-4 table-5    … of these, with commands for what is missing
+    python -m experiments plan scale=paper      runs, operations, memory and hours of everything
     python -m experiments --extra lion,adamw figure 3      with curves of other optimizers
     python -m experiments show results/runs/mnist_lr/adam-f577cce9      curves in the terminal
     python -m experiments show experiment=mnist_lr optimizer=adam,adashift --out curves.png
@@ -24,14 +25,15 @@ published runs and never trains; records=all trains only what is neither yours n
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from experiments.config.compose import compose
-from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.config.errors import ConfigError, NotPublishedError, nearest
+from experiments.config.paths import shown_path
 from experiments.products.make import (
     groups_of,
     keep_index,
@@ -39,6 +41,7 @@ from experiments.products.make import (
     make_figure_with,
     place,
     show,
+    speed_suffix,
     train_missing,
     update_verdicts,
 )
@@ -54,7 +57,8 @@ from experiments.products.specs import (
 )
 from experiments.records.run import Run, all_runs
 from experiments.training.scheduler import FailedRunsError
-from experiments.training.signals import exit_interrupted
+from experiments.training.signals import closed_pipe, exit_interrupted
+from experiments.training.torchrun import exit_with
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,7 +67,8 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=sorted([*COMMANDS, "show"]), metavar="what")
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    parser.add_argument("what", metavar="what")
     parser.add_argument("words", nargs="*", metavar="number|all|folder|key=value")
     parser.add_argument("--extra", metavar="optimizer,…", help="more curves, for figures alone")
     parser.add_argument(
@@ -71,6 +76,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="file", type=Path, help="of show: .png, .pdf or .csv")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.what not in (known := sorted([*COMMANDS, "show"])):
+        near = nearest(parsed.what, known)
+        raise ConfigError(f"{parsed.what} is unknown:{near} choose one of {', '.join(known)}")
     if parsed.what == "show":
         show_curves(parsed.words, listed(parsed.metric), parsed.out)
         return
@@ -83,25 +91,34 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{parsed.what} takes only key=value: drop {' '.join(names)}")
     if parsed.extra is None:
         COMMANDS[parsed.what](names, overrides)
-    elif parsed.what != "figure":
-        raise ConfigError(f"--extra {parsed.extra}: only a figure can have more curves")
+    elif parsed.what != "figure" or "all" in names:
+        raise ConfigError(
+            f"--extra {parsed.extra} (EXTRA= of make) adds curves to one figure, as in make "
+            "figure-3 EXTRA=lion: drop it"
+        )
     else:
         extra = optimizers_in(parsed.extra)
         for name in full_names("figure", names):
             make_figure_with(extra, name, overrides)
 
 
+def refuse(problem: str) -> NoReturn:
+    raise ConfigError(f"{problem}; see python -m experiments --help")
+
+
 def optimizers_in(extra: str) -> list[str]:
     """The names in the value of --extra."""
     names = listed(extra)
     if not names:
-        raise ConfigError("--extra is empty: give optimizers, as in --extra lion,adamw")
+        raise ConfigError(
+            "--extra (EXTRA= of make) is empty: expected files of conf/optimizer, as in lion,adamw"
+        )
     return names
 
 
 def listed(text: str) -> list[str]:
-    """The names in a list with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """The names in a list with commas or spaces."""
+    return text.replace(",", " ").split()
 
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
@@ -148,18 +165,25 @@ def status(names: Sequence[str], overrides: Sequence[str]) -> None:
         print(line)
 
 
+def plan_products(names: Sequence[str], overrides: Sequence[str]) -> None:
+    from experiments.products.plan import plan
+
+    for line in plan(names, overrides):
+        print(line, flush=True)
+
+
 def report(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.report import BOTH, PUBLISHED, YOURS, Place, write_report
 
     config = compose(overrides)
-    suffix = "-smoke" if config.scale == "smoke" else ""
+    suffix = ("-smoke" if config.scale == "smoke" else "") + speed_suffix(config)
     own = Place(config.results, suffix, YOURS)
     published = Place(config.published, suffix, PUBLISHED)
     places = {"own": [own], "published": [published]}
     places["all"] = [Place(config.results, f"{suffix}-all", BOTH), own, published]
     page = place({"": [Run(config)]}, "report").with_suffix(".html")
     write_report(places[config.records], page)
-    print(page)
+    print(shown_path(page))
     if config.records == "own" and not (config.results / f"runs{suffix}.csv").exists():
         print(
             "it is empty: nothing has been made here yet; to see the published results, use "
@@ -177,6 +201,8 @@ def publish_results(names: Sequence[str], overrides: Sequence[str]) -> None:
 def verify_results(names: Sequence[str], overrides: Sequence[str]) -> None:
     from experiments.products.verify import verify
 
+    if scales := [word for word in overrides if word.startswith("scale=")]:
+        raise ConfigError(f"verify trains every run at its published scale: drop {scales[0]}")
     if not verify(overrides):
         raise ConfigError("some runs failed or differ from the published ones, see above")
 
@@ -191,7 +217,7 @@ def dashboard(names: Sequence[str], overrides: Sequence[str]) -> None:
     print(publish_dashboard(figures, entity, tracking.project))
 
 
-TAKES_NAMES = ("figure", "table", "status")
+TAKES_NAMES = ("figure", "table", "status", "plan")
 
 COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "figure": partial(product, "figure"),
@@ -200,6 +226,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
     "surprises": partial(claim_file, "surprises"),
     "claims": claims,
     "status": status,
+    "plan": plan_products,
     "report": report,
     "verify": verify_results,
     "publish": publish_results,
@@ -208,10 +235,9 @@ COMMANDS: dict[str, Callable[[Sequence[str], Sequence[str]], None]] = {
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
-    except BrokenPipeError:  # `… status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with closed_pipe():
+            main(sys.argv[1:])
     except (ConfigError, OSError) as error:
-        sys.exit(f"error: {error}")
+        exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()

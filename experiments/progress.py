@@ -228,8 +228,15 @@ def message(text: str) -> None:
 
 def print_line(text: str) -> None:
     """Print a line on stdout, where the results are."""
-    with suppress(OSError):  # a closed pipe must not stop a training
+    try:
         print(text, flush=True)
+    except OSError:  # a closed pipe must not stop a training
+        drop_output()
+
+
+def drop_output() -> None:
+    """Discard what is printed from now on, and what could not be printed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write(text: str) -> None:

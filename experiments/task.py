@@ -55,6 +55,9 @@ class Task(ABC):
     divisible: ClassVar[bool] = False  # whether several processes can share a batch
     epoch_steps: int | None = None  # steps of one pass over the data, if the task has epochs
     total_steps: int | None = None  # steps of the training, if its length is given in epochs
+    slow_because: str = ""  # why steps of this optimizer take longer than others; known after one
+    # Whether a step is a partial that does the same with its tensors every time, without the host.
+    capturable: bool = False
 
     @abstractmethod
     def players(self) -> dict[str, list[torch.nn.Parameter]]:

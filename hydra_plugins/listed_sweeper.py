@@ -15,8 +15,9 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from experiments.config.command_line import OF_A_SWEEP
 from experiments.config.compose import compose, expand
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
@@ -35,8 +36,6 @@ from experiments.training.scheduler import (
 )
 from experiments.training.slurm import ask_squeue_without_accounting
 
-FOR_THE_SWEEP = ("runs", "sweep", "engine")  # keys that are not part of a run
-
 
 class Job(NamedTuple):
     """A run, and the arguments of run.py that train it."""
@@ -51,6 +50,7 @@ class ListedSweeper(Sweeper):
     def __init__(self, params: Mapping[str, Any], points: Sequence[str]) -> None:
         self.params, self.points = params, points
         self.launched, self.in_turn, self.shared = 0, False, list[str]()
+        self.at_once: int | None = None  # runs that the launcher trains in parallel, if it says so
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -64,11 +64,14 @@ class ListedSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
+        limits = ("n_jobs", "array_parallelism")  # of joblib and Slurm
+        parallel = [OmegaConf.select(config, f"hydra.launcher.{key}") for key in limits]
+        self.at_once = 1 if self.in_turn else parallel[0] or parallel[1]
         if choices["hydra/launcher"] == "submitit_slurm":
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.
         engine = [f"engine={choices['engine']}"] if choices["engine"] else []
-        self.shared = ["hydra.mode=MULTIRUN", *engine]  # the mode may come from conf/sweep
+        self.shared = ["hydra.mode=MULTIRUN", *engine]
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -79,7 +82,7 @@ class ListedSweeper(Sweeper):
             raise ConfigError("the sweep has no runs: check its ranges")
         self.words = {folder: job.words for folder, job in jobs.items()}
         try:
-            train_all([job.run for job in jobs.values()], self.launch, "sweep")
+            train_all([job.run for job in jobs.values()], self.launch, "sweep", self.at_once)
         except FailedRunsError:
             print_report(jobs.values())
             raise
@@ -88,13 +91,13 @@ class ListedSweeper(Sweeper):
     def jobs(self, arguments: Sequence[str]) -> list[Job]:
         """Compose the runs here, so that a mistake stops the sweep before anything is trained."""
         overrides = OverridesParser.create().parse_overrides(list(arguments))
-        words = [str(o.input_line) for o in overrides if o.get_key_element() not in FOR_THE_SWEEP]
+        words = [str(o.input_line) for o in overrides if o.get_key_element() not in OF_A_SWEEP]
         runs = [o for o in overrides if o.get_key_element() == "runs"]
         if runs:
             refuse_other_runs(words)
             names = [name for o in runs for name in override_values(o) if name]
             if not names:
-                raise ConfigError("runs= is empty: give figure-4, table-5, figure-all …")
+                raise ConfigError("runs= is empty: expected figure-4, table-5, figure-all …")
             return [job for kind, name in asked_for(names) for job in jobs_of(kind, name, words)]
         given = [f"{key}={values}" for key, values in self.params.items()]
         points = expand([*given, *words], self.points)

@@ -1,5 +1,6 @@
 """README and docs match the code and the published results, and their examples run."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ def anchors(page):
 def test_make_targets_exist(page):
     help_text = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+\d*)", page.read_text())) - {"help"}:
-        name = re.sub(r"-s?\d+$", "-1", re.sub(r"^sweep-.*", "sweep-betas", target))
+        name = re.sub(r"-(s?\d+|valley)$", "-1", re.sub(r"^sweep-.*", "sweep-betas", target))
         assert re.search(rf"(?m)^##   .*\b{name}\b", help_text), target
 
 
@@ -132,15 +133,23 @@ def test_python_examples_run(page):
 @pytest.fixture
 def clone(tmp_path):
     """A copy of the project that a test may write to."""
-    folder = tmp_path / "clone"
+    folder, programs = tmp_path / "clone", tmp_path / "venv/bin"
     for name in ("conf", "adashift", "experiments", "examples"):
         shutil.copytree(ROOT / name, folder / name)
-    shutil.copy(ROOT / "run.py", folder)
+    for name in ("run.py", "Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (programs / "python").chmod(0o755)
+    (programs.parent / ".installed").touch()  # newer than the lock
     return folder
 
 
-def follow(clone, heading):
-    """Write the files of a section as printed and run its commands at smoke scale."""
+def follow(clone, heading, more=""):
+    """Write the files of a section and run its commands as printed, or with more settings."""
+    venv = clone.parent / "venv"
+    outer = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    environment = outer | {"VENV": str(venv), "PATH": f"{venv}/bin:{outer['PATH']}", "ARGS": more}
     text = (ROOT / "docs/own_experiments.md").read_text()
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     output = []
@@ -148,14 +157,13 @@ def follow(clone, heading):
         if example["path"]:
             (clone / example["path"]).write_text(example["text"])
             continue
-        (line,) = example["text"].splitlines()
-        words = line.split("#")[0].split()
-        if words[0] == "make":  # test_project.py tests the Makefile
-            extra = words[2].removeprefix("EXTRA=")
-            words = ["python", "-m", "experiments", "--extra", extra, "figure", words[1][7:]]
-        command = [sys.executable, *words[1:], "scale=smoke", "tracking=off"]
-        out = subprocess.run(command, cwd=clone, capture_output=True, text=True)
-        assert out.returncode == 0, f"{line}\n{out.stderr}"
+        command = example["text"].rstrip("\n") + (
+            f" {more}" if "python " in example["text"] else ""
+        )
+        out = subprocess.run(
+            command, shell=True, cwd=clone, env=environment, capture_output=True, text=True
+        )
+        assert out.returncode == 0, f"{command}\n{out.stderr}"
         output.append(out.stdout)
     return output
 
@@ -166,7 +174,7 @@ def test_a_custom_optimizer_is_trained_and_drawn(clone):
     subprocess.run([sys.executable, *words], cwd=clone, check=True, capture_output=True)
     default = clone / "results/figures/figure-03-smoke.csv"
     before = default.read_bytes(), set(clone.glob("results/runs/mnist_mlp/*/*"))
-    run, figure = follow(clone, "An optimizer")
+    run, figure = follow(clone, "An optimizer", "scale=smoke tracking=off")
     assert ": finished, " in run
     table = (clone / "results/figures/figure-03-with-signum-smoke-all.csv").read_text()
     assert "figure-03-with-signum" in figure and "a,signum," in table and "a,Adam," in table
@@ -179,4 +187,4 @@ def test_a_custom_optimizer_is_trained_and_drawn(clone):
 def test_a_custom_experiment_and_figure_are_trained_drawn_and_judged(clone):
     run, figure = follow(clone, "An experiment and a figure")
     assert ": finished, " in run and "drawn from 6 runs" in figure and "V1 " in figure
-    assert (clone / "results/figures/figure-valley-smoke.png").exists()
+    assert (clone / "results/figures/figure-valley.png").exists()

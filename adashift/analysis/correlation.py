@@ -138,6 +138,8 @@ class CorrelationStudy:
         def zeros(*leading: int, size: int = self.size, as_type: Any = torch.float64) -> Tensor:
             return torch.zeros(*leading, size, dtype=as_type, device=device)
 
+        # On the device once: a step must not wait for a copy.
+        self._beta2 = torch.tensor(self.beta2s, dtype=torch.float64, device=device)
         B = len(self.beta2s)
         self._buffer = zeros(L + CHUNK_STEPS, as_type=dtype)  # the newest `lags`, then the pending
         self._head = zeros(L, as_type=dtype)  # the first `lags`, which lag n excludes in part
@@ -169,8 +171,7 @@ class CorrelationStudy:
         before, newest = self._sums["w_before"], self._sums["max_v"]
         torch.addcmul(s, self._beta2_column(), before, out=before)
         self._sums["w"].copy_(before)
-        beta2 = newest.new_tensor(self.beta2s)
-        newest[-1] = beta2 * newest[-1] + (1 - beta2) * s.max()
+        newest[-1] = self._beta2 * newest[-1] + (1 - self._beta2) * s.max()
 
     def update(self, g: Tensor) -> None:
         """Add the gradient of the next step; its values are copied."""
@@ -265,7 +266,7 @@ class CorrelationStudy:
     def _accumulate_max(self, largest: Tensor) -> Tensor:
         """Advance v of "max" over the pending steps; return v_{t−n} for each t and n."""
         newest, sums = self._sums["max_v"], self._sums
-        beta2 = newest.new_tensor(self.beta2s)
+        beta2 = self._beta2
         lagged = newest.new_empty(len(largest), *newest.shape)
         for t, x in enumerate(largest):
             newest[:-1] = newest[1:].clone()
@@ -326,7 +327,7 @@ class CorrelationStudy:
         return last[::-1], sw[::-1]
 
     def _beta2_column(self) -> Tensor:
-        return self._sums["w"].new_tensor(self.beta2s)[:, None]
+        return self._beta2[:, None]
 
     def _max(self) -> list[list[Tensor]]:
         sums, table = self._sums, []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import os
+import sys
 import typing
+from importlib.machinery import PathFinder
 from typing import Any
 
 import hydra.utils
@@ -17,7 +21,10 @@ from pydantic import (
 )
 
 from experiments.config.errors import ConfigError, expectation, invalid, last_line
+from experiments.config.paths import ROOT
 from experiments.config.schema import SPECIAL_KEYS
+
+PASSED = ("params", "seed", "device")  # arguments that a run passes itself
 
 
 def build(node: dict[str, Any], key: str, **extra: Any) -> Any:
@@ -48,7 +55,7 @@ def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[st
         if name not in parameters and not takes_any:
             raise ConfigError(
                 f"{key}.{name} is unknown: {node['_target_']} takes "
-                f"{', '.join(p for p in parameters if p not in extra and p != 'params')}"
+                f"{', '.join(arguments_of(target))}"
             )
         if isinstance(value, dict) and "_target_" in value:
             checked[name] = check_call(value, f"{key}.{name}", {})
@@ -57,10 +64,34 @@ def check_call(node: dict[str, Any], key: str, extra: dict[str, Any]) -> dict[st
     return checked
 
 
+def arguments_of(target: Any) -> list[str]:
+    """Return the arguments that a config can set."""
+    return [name for name in inspect.signature(target).parameters if name not in PASSED]
+
+
+def prefer_current_folder(package: str) -> None:
+    """Import a module or package of the current folder, even if one of its name is installed."""
+    if package in sys.modules:
+        return
+    spec = PathFinder.find_spec(package, [os.getcwd(), str(ROOT)])
+    if spec is None:
+        return
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    try:
+        if spec.loader is not None:  # a folder without __init__.py has none
+            spec.loader.exec_module(sys.modules[package])
+    except BaseException:
+        del sys.modules[package]
+        raise
+
+
 def import_target(path: str, key: str) -> Any:
     """Return the class or function with this dotted name."""
     module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"{key}._target_={path} is invalid: expected module.Class")
     try:
+        prefer_current_folder(module.partition(".")[0])
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}._target_={path} cannot be imported: {error}") from error

@@ -23,29 +23,48 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.errors import ConfigError, invalid, one_line_errors
-from experiments.config.gpus import count_gpus, has_gpu, jobs_at_once
-from experiments.config.paths import CONF, ROOT, choices_of
-from experiments.config.schema import PARTS, Config, leaves
+from experiments.config.command_line import explain_unknown_key, parse_override
+from experiments.config.errors import ConfigError, invalid, one_line_errors, unknown_choice
+from experiments.config.gpus import gpus_of_a_job, has_gpu, jobs_at_once
+from experiments.config.paths import CONF, ROOT, described
+from experiments.config.schema import PARTS, SCALES, Config, leaves
 
 
-def at_scale(paper: Any, laptop: Any, smoke: Any, *, _root_: DictConfig) -> Any:
-    """`${at_scale:50,6,1}` in a YAML file: the value at paper, laptop and smoke scale."""
-    value = {"paper": paper, "laptop": laptop, "smoke": smoke}[_root_.scale]
+def at_scale(*given: Any, _root_: DictConfig) -> Any:
+    """`${at_scale:{paper:50,laptop:6,smoke:1}}` in a YAML file: the value at the run's scale.
+
+    A scale without a value has that of the next larger one.
+    """
+    values = given[0] if len(given) == 1 and isinstance(given[0], dict) else {}
+    if "paper" not in values or values.keys() - SCALES:
+        raise ValueError(
+            f"${{at_scale:…}} got {', '.join(map(str, given))}; expected values such as "
+            f"{{paper:50,smoke:1}}, of {', '.join(SCALES)}"
+        )
+    larger = SCALES[: SCALES.index(_root_.scale) + 1]
+    value = values[next(scale for scale in reversed(larger) if scale in values)]
     return OmegaConf.create(value) if isinstance(value, list) else value  # --resolve needs nodes
+
+
+def auto_scale(*, _root_: DictConfig) -> str:
+    """scale=auto; published results must not depend on what this machine can train."""
+    on_gpu = has_gpu() and _root_.records != "published"
+    return "paper" if on_gpu else str(_root_.get("cpu_scale", "laptop"))
 
 
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
 
+OmegaConf.register_new_resolver("auto_scale", auto_scale, replace=True)
+
 OmegaConf.register_new_resolver("root", lambda: str(ROOT), replace=True)
 
-OmegaConf.register_new_resolver("choices", lambda group: " ".join(choices_of(group)), replace=True)
+OmegaConf.register_new_resolver("described", described, replace=True)
 
 OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
 
 OmegaConf.register_new_resolver("cores_of_a_job", lambda threads: threads or 1, replace=True)
 
-OmegaConf.register_new_resolver("gpus_of_a_job", lambda: min(1, count_gpus()), replace=True)
+OmegaConf.register_new_resolver("gpus_of_a_job", gpus_of_a_job, replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -60,9 +79,17 @@ def compose(overrides: Sequence[str]) -> Config:
         groups = [word for word in words if selects_file(word, loader)]
         files, choices = merge_files(tuple(str(word.input_line) for word in groups))
         cfg = copy.deepcopy(files)
-        values = [word for word in words if word not in groups]
-        loader._apply_overrides_to_config(values, cfg)
+        for word in words:
+            if word not in groups:
+                set_value(word, cfg, choices)
         return resolve(cfg, choices)
+
+
+def set_value(word: Override, cfg: DictConfig, choices: dict[str, Any]) -> None:
+    adds = word.is_add() or word.is_force_add()
+    if not adds and (problem := explain_unknown_key(word.key_or_group, cfg, choices)):
+        raise ConfigError(problem)
+    ConfigLoaderImpl._apply_overrides_to_config([word], cfg)
 
 
 class CachedFiles(CachingConfigRepository):
@@ -73,11 +100,6 @@ class CachedFiles(CachingConfigRepository):
 
 
 CACHED_FILES: dict[Path, CachedFiles] = {}
-
-
-@cache
-def parse_override(word: str) -> Override:
-    return OverridesParser.create().parse_overrides([word])[0]
 
 
 def selects_file(word: Override, loader: ConfigLoaderImpl) -> bool:
@@ -118,9 +140,7 @@ def sweep_points(name: str) -> list[list[str]]:
     """
     path = CONF / "sweep" / f"{name}.yaml"
     if not path.exists():
-        raise ConfigError(
-            f"sweep={name} is unknown: choose one of {', '.join(choices_of('sweep'))}"
-        )
+        raise ConfigError(unknown_choice("sweep", name))
     with one_line_errors():
         sweeper = OmegaConf.load(path).sweeper
         params = [f"{key}={values}" for key, values in sweeper.get("params", {}).items()]
@@ -151,12 +171,13 @@ def config_source() -> Iterator[ConfigLoaderImpl]:
 def resolve(cfg: DictConfig, choices: dict[str, Any]) -> Config:
     """Fill in names and scale, and check every type and range. Changes `cfg`."""
     OmegaConf.set_struct(cfg, False)
-    if (several := cfg.pop("runs", None)) is not None:
-        raise ConfigError(f"runs={several} is more than one run: use run.py -m runs={several}")
+    cfg.pop("runs", None)  # of a sweep
+    if isinstance(cfg.get("experiment"), DictConfig):  # then its keys are not top-level keys
+        raise ConfigError(
+            f"conf/experiment/{choices['experiment']}.yaml has no package: its first line must be "
+            "# @package _global_"
+        )
     cfg.experiment, cfg.optimizer_name = choices["experiment"], choices["optimizer"]
-    if cfg.scale == "auto":
-        # Published results must not depend on what this machine can train.
-        cfg.scale = "paper" if has_gpu() and cfg.records != "published" else cfg.cpu_scale
     values = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(values, dict)
     check_missing(values)
@@ -189,6 +210,8 @@ def folder_of(key: str, given: Any, default: Path) -> Path:
 
 def check_missing(values: dict[Any, Any]) -> None:
     missing = sorted(key for key, value in leaves(values).items() if value == "???")
+    if missing and missing[0].endswith("._target_"):
+        raise ConfigError(f"{missing[0]} has no value: set {missing[0]}=module.Class")
     if missing:
         raise ConfigError(
             f"{missing[0]} has no value: conf/tuned/{values['experiment']}/"
@@ -197,10 +220,10 @@ def check_missing(values: dict[Any, Any]) -> None:
 
 
 # Ranges that all optimizers share, so that the message can name the key; other errors of an
-# optimizer are reported in its own words.
+# optimizer, such as beta1 = 1 for all but AdaShift, are reported in its own words.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda x: x >= 0, "a number that is 0 or more"),
-    "betas": (lambda x: len(x) == 2 and all(0 <= b <= 1 for b in x), "two numbers in [0, 1]"),
+    "betas": (lambda x: all(0 <= b <= 1 for b in x), "a list of numbers with 0 <= beta < 1"),
     "eps": (lambda x: x >= 0, "a number that is 0 or more"),
     "momentum": (lambda x: x >= 0, "a number that is 0 or more"),
     "n": (lambda x: x >= 1, "a whole number that is 1 or more"),
@@ -226,4 +249,9 @@ def check_ranges(optimizer: dict[str, Any]) -> None:
         except TypeError:
             good = False
         if not good:
-            raise ConfigError(invalid(f"optimizer.{name}", value, f"expected {expected}"))
+            also = ", or beta1 = 1" if takes_beta1_of_1(name, optimizer) else ""
+            raise ConfigError(invalid(f"optimizer.{name}", value, f"expected {expected}{also}"))
+
+
+def takes_beta1_of_1(name: str, optimizer: dict[str, Any]) -> bool:
+    return name == "betas" and optimizer.get("_target_") == "adashift.AdaShift"

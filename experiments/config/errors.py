@@ -6,8 +6,9 @@ import difflib
 import json
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -15,18 +16,28 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     ValidationError,
 )
+from yaml import MarkedYAMLError
 
 from experiments.config.paths import CONF, choices_of
 from experiments.config.schema import PARTS, Config
 
 MAX_VALUE_LENGTH = 80  # characters of a value in a message
+MAX_CHOICES = 6  # names in a message; more are listed by --help
 
+# How pydantic's messages start → ours.
+REPLACED = {
+    "Input should be a valid integer": "expected an integer",
+    "Input should be a valid number": "expected a number",
+    "Input should be a valid boolean": "expected true or false",
+    "Input should be a valid list": "expected a list, as in [a,b]",
+    "Field required": "expected more values",
+    "Tuple should have at most": "expected fewer values",
+}
 # How pydantic's messages start → how ours do; the first that fits is used.
 EXPECTATIONS = {
     "Input should be greater": "expected a value greater",
     "Input should be less": "expected a value less",
     "Input should be": "expected",
-    "String should match pattern": "expected a string that matches",
 }
 
 TOP_LEVEL = {*Config.model_fields, *PARTS} - {"optimizer_name"}
@@ -51,6 +62,8 @@ def one_line_errors() -> Iterator[None]:
         raise ConfigError(validation_message(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_message(str(error))) from error
+    except MarkedYAMLError as error:
+        raise ConfigError(yaml_message(error)) from error
     except MemoryError as error:
         raise ConfigError(out_of_memory(error)) from error
     except Exception as error:
@@ -78,11 +91,28 @@ def validation_message(error: ValidationError) -> str:
 
 def expectation(error: ValidationError) -> str:
     """What pydantic expected, as in 'expected a value greater than 0'."""
-    message = error.errors()[0]["msg"]
+    problem = error.errors()[0]
+    if problem["type"] == "string_pattern_mismatch":
+        return f"expected {Config.model_fields[str(problem['loc'][-1])].description}"
+    message = problem["msg"]
+    for start, words in REPLACED.items():
+        if message.startswith(start):
+            return words
     for start, words in EXPECTATIONS.items():
         if message.startswith(start):
             return words + message.removeprefix(start)
     return message[:1].lower() + message[1:]
+
+
+def yaml_message(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark
+    place = f"{short_path(mark.name)}: line {mark.line + 1}" if mark else "a config file"
+    return f"{place} is not valid YAML: {error.problem}"
+
+
+def short_path(file: str | Path) -> str:
+    """The path of a file of conf/, as in conf/figure/01.yaml."""
+    return "/".join(Path(file).parts[-3:])
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -101,20 +131,33 @@ def hydra_message(text: str) -> str:
     launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
     if launcher:
         return "the launcher of this engine is not installed: run make setup-cluster"
-    unknown_choice = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
-    if unknown_choice:
-        group, choice = unknown_choice.groups()
-        return f"{group}={choice} is unknown: choose one of {', '.join(choices_of(group))}"
+    missing_file = re.search(r"Could not find '([\w-]+)/([^']+)'", text)
+    if missing_file:
+        group, choice = missing_file.groups()
+        return unknown_choice(group, choice)
     unknown_key = re.search(r"Could not override '([^']+)'", text)
     if unknown_key:
         key = unknown_key.group(1)
-        node, _, inner = key.partition(".")
-        add = f" (+{key}=… adds a key that its class takes)" if inner and node in BUILT else ""
-        return f"{key} is an unknown key{suggestion(key)}{add}"
-    line = " ".join(text.split("\n")[0].split())
-    if "override_grammar" in text:
-        return f"cannot parse an override: {line}; check its brackets and quotes"
-    return line
+        return f"{key} is an unknown key{suggestion(key)}"
+    return " ".join(text.split("\n")[0].split())
+
+
+def unknown_choice(group: str, choice: str) -> str:
+    """Say what a group accepts: the nearest names, or all if they are few."""
+    names = choices_of(group)
+    what = f"{group}={shortened(choice)} is unknown" if choice else f"{group}= is empty"
+    if len(names) <= MAX_CHOICES:
+        return f"{what}: choose one of {', '.join(names)}"
+    near = nearest(choice, names)
+    return f"{what}:{near or f' expected a file of conf/{group};'} run.py --help describes all"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the most similar names, or nothing."""
+    names = list(names)
+    near = [n for n in names if len(name) > 2 and n.startswith(name)]
+    near += [n for n in difflib.get_close_matches(name[:50], names) if n not in near]
+    return f" did you mean {' or '.join(near[:3])}?" if near else ""
 
 
 def expected_keys(key: str) -> str:
@@ -145,5 +188,8 @@ def invalid(key: str, value: Any, expected: str) -> str:
 
 
 def shortened_value(value: Any) -> str:
-    text = json.dumps(value, default=str).strip('"')
+    return shortened(json.dumps(value, default=str, ensure_ascii=False).strip('"'))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"

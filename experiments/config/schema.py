@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     field_serializer,
 )
@@ -19,10 +21,14 @@ from pydantic import (
 # Parts of a task that are top-level keys of the config, to be short to type: data.limit=2000.
 PARTS = ("data", "model", "trainer")
 
+Scale = Literal["paper", "desktop", "laptop", "smoke"]
+SCALES = get_args(Scale)  # the largest first
+
 # Keys that do not change the results of a run: runs that differ only in these are the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "published", "records", "force",
     "cpu_scale", "cpu_threads", "checkpoint_every", "deterministic", "metrics", "best",
+    "runs_per_gpu", "gpu_memory",
 }  # fmt: skip
 
 # Keys of a node that are not arguments of its class or function. `_version_` is ours: increase it
@@ -51,8 +57,8 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     experiment: str
     optimizer_name: str
-    scale: Literal["paper", "laptop", "smoke"]
-    cpu_scale: Literal["paper", "laptop"]
+    scale: Scale
+    cpu_scale: Literal["paper", "desktop", "laptop"]
     cpu_threads: PositiveInt | None = None  # what an experiment requests; `threads` is what it gets
     metrics: list[str] = []  # what the experiment records, the main one first; * is any text
     best: Literal["highest", "lowest"] | None = None  # of the main metric; None: neither
@@ -62,7 +68,13 @@ class Config(BaseModel):
     task: dict[str, Any]
     optimizer: dict[str, Any]
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$",
+            description="auto, cpu, cuda, cuda:1 (a number) or mps",
+        ),
+    ]
     threads: Annotated[int, Field(ge=1, le=256)] | None  # on a CPU; None: all
     tracking: Tracking
     results: Path
@@ -71,6 +83,9 @@ class Config(BaseModel):
     force: bool
     checkpoint_every: NonNegativeFloat  # seconds
     deterministic: bool | None = None  # None: true on a CPU, where it costs nothing
+    speed: Literal["exact", "fast"] = "exact"  # fast: rounds differently, so it is another run
+    runs_per_gpu: Annotated[str, BeforeValidator(str), Field(pattern=r"^(auto|[1-9]\d*)$")] = "auto"
+    gpu_memory: PositiveFloat = 1.0  # GiB that a run needs on a GPU
 
     @field_serializer("schedule", "task", "optimizer", when_used="json")
     def with_named_constants(self, node: Any) -> Any:
@@ -79,8 +94,14 @@ class Config(BaseModel):
 
     def identity(self) -> dict[str, Any]:
         """The part of the config that determines the results."""
-        values = self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY)
+        usual = {"speed"} if self.speed == "exact" else set()
+        values = self.model_dump(mode="json", exclude=OUTSIDE_IDENTITY | usual)
         return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def shown_scale(self) -> str:
+        """The scale, marked if the run is not exact."""
+        return self.scale if self.speed == "exact" else f"fast {self.scale}"
 
     def digest(self) -> str:
         text = json.dumps(canonical(self.identity()), sort_keys=True)

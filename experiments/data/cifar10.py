@@ -22,12 +22,19 @@ from experiments.data.files import (
     copy_members,
     fetch,
 )
-from experiments.data.images import Images, ImageSet, decode, on_device, require_memory
+from experiments.data.images import (
+    Images,
+    ImageSet,
+    decode,
+    empty_images,
+    on_device,
+    require_memory,
+)
 
 CIFAR10_FILE = "cifar-10.bin"
 BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 BATCH = 10_000
-CIFAR10_TRAIN = 5 * BATCH
+CIFAR10_TRAIN, CIFAR10_TEST = 5 * BATCH, BATCH
 CIFAR10_SIDE = 32  # pixels
 ROW_BYTES = 1 + 3 * CIFAR10_SIDE**2  # a label and an image
 CIFAR10_CLASSES = 10
@@ -112,6 +119,10 @@ def load_cifar10(
     >>> load_cifar10(torch.device("cpu")).train.labels[:10].tolist()
     [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
     """
+    if device.type == "meta":
+        some = empty_images(limit or CIFAR10_TRAIN, CIFAR10_SIDE, device)
+        others = empty_images(test_limit or CIFAR10_TEST, CIFAR10_SIDE, device)
+        return ImageSet(some, others, CIFAR10_CLASSES)
     rows = np.memmap(fetch(CIFAR10_FILES)[CIFAR10_FILE], np.uint8, "r").reshape(-1, ROW_BYTES)
     train, test = rows[:CIFAR10_TRAIN][:limit], rows[CIFAR10_TRAIN:][:test_limit]
     require_memory("CIFAR-10", train.size + test.size, device)

@@ -209,17 +209,18 @@ def differs(path: Path, checksum: str) -> str:
 
 
 def first_writable(places: Iterable[Path]) -> Path:
-    """Return the first folder that is writable; downloads go there."""
+    """Return the first folder that is writable; downloads go there. Only data/ is created."""
     reasons = []
     for folder in places:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder == DEFAULT:
+                folder.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
     raise DataError(
-        f"no data folder is writable ({', '.join(reasons)}): make one writable, "
+        f"no data folder is writable ({', '.join(reasons)}): create one or make it writable, "
         "or set ADASHIFT_DATA to another folder"
     )
 

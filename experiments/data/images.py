@@ -14,6 +14,7 @@ from PIL import Image
 from pydantic import PositiveInt
 from torch import Tensor
 
+from experiments.data.batches import Drawn, moved
 from experiments.data.files import DataError
 
 FORMATS = (
@@ -93,44 +94,45 @@ def statistics(images: Images) -> tuple[Tensor, Tensor]:
 class Augment:
     """Random flips and crops of training images, drawn independently for every image.
 
-    `fill` is the padding value, one for all channels or one per channel. Random numbers are drawn
-    on the CPU, so that a seed gives the same images on every device.
+    `fill` is the padding value, one for all channels or one per channel.
     """
 
     def __init__(
-        self,
-        images: Images,
-        padding: int,
-        flip: bool,
-        fill: Tensor | Sequence[int] | int,
-        source: torch.Generator,
+        self, images: Images, padding: int, flip: bool, fill: Tensor | Sequence[int] | int
     ) -> None:
         if padding < 0:
             raise ValueError(f"padding is {padding}; expected 0 or more")
-        self.pixels, self.padding, self.flip, self.source = images.pixels, padding, flip, source
+        self.pixels, self.padding, self.flip = images.pixels, padding, flip
         self.fill = frame_colour(fill).to(images.pixels.device)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def draw_epoch(self, batches: int, size: int, source: torch.Generator) -> Sequence[Drawn]:
+        """Return what each of these batches needs besides its rows, on the device."""
+        drawn = [self.draw(size, source) for _ in range(batches)]
+        return moved(drawn, self.pixels.device)
+
+    def draw(self, count: int, source: torch.Generator) -> Drawn:
+        """Draw which images of a batch are flipped, and the corner of each crop."""
+        flipped = corners = torch.empty(0, dtype=torch.int64)
+        if self.flip:
+            flipped = torch.randint(2, (count,), generator=source).nonzero().flatten()
+        if self.padding:
+            corners = torch.randint(2 * self.padding + 1, (2, count, 1, 1), generator=source)
+        return flipped, corners
+
+    def __call__(self, rows: Tensor, flipped: Tensor, corners: Tensor) -> Tensor:
         """Return an augmented batch of these rows of the training images."""
         batch = self.pixels.index_select(0, rows)
         if self.flip:
-            batch = self.mirror(batch)
-        return self.crop(batch) if self.padding else batch
+            mirrored = batch.index_select(0, flipped).flip(3)
+            batch = batch.index_copy_(0, flipped, mirrored)
+        return self.crop(batch, *corners) if self.padding else batch
 
-    def mirror(self, batch: Tensor) -> Tensor:
-        """Flip each image horizontally with probability 1/2."""
-        drawn = torch.randint(2, (len(batch),), generator=self.source).nonzero().flatten()
-        chosen = drawn.to(batch.device)
-        return batch.index_copy_(0, chosen, batch.index_select(0, chosen).flip(3))
-
-    def crop(self, batch: Tensor) -> Tensor:
-        """Crop each padded image at a random position, line by line: a line is a run of bytes."""
+    def crop(self, batch: Tensor, top: Tensor, left: Tensor) -> Tensor:
+        """Crop each padded image at its corner, line by line: a line is a run of bytes."""
         count, channels, height, width = batch.shape
         tall, wide = height + 2 * self.padding, width + 2 * self.padding
         framed = self.fill.expand(count, channels, tall, wide).contiguous()
         framed[..., self.padding : -self.padding, self.padding : -self.padding] = batch
-        draws = torch.randint(2 * self.padding + 1, (2, count, 1, 1), generator=self.source)
-        top, left = draws.to(batch.device)
         lines = torch.arange(count * channels * tall, device=batch.device)
         inside = lines.view(count, channels, tall)[..., :height] + top
         runs = framed.flatten().unfold(0, width, 1)  # a view: the run that starts at each byte
@@ -139,7 +141,7 @@ class Augment:
 
 def frame_colour(fill: Tensor | Sequence[int] | int) -> Tensor:
     """Return three uint8 values in a shape that broadcasts over images."""
-    values = torch.as_tensor(fill).flatten()
+    values = torch.as_tensor(fill).flatten().cpu()
     if len(values) not in (1, 3) or values.is_floating_point() or (values.long() >> 8).any():
         raise ValueError(f"fill is {values.tolist()}; expected one or three integers from 0 to 255")
     return values.to(torch.uint8).expand(3).reshape(3, 1, 1)
@@ -218,6 +220,12 @@ def generate_images(
         return on_device(images, labels, device)
 
     return ImageSet(draw(limit or 512), draw(test_limit or 128), classes)
+
+
+def empty_images(count: int, side: int, device: torch.device) -> Images:
+    """Return images without values: the meta device needs shapes only, and no files."""
+    pixels = torch.empty(count, 3, side, side, dtype=torch.uint8, device=device)
+    return Images(pixels, torch.empty(count, dtype=torch.int64, device=device))
 
 
 def on_device(

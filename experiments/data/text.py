@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.batches import Batches
 from experiments.data.files import DataError
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -139,12 +138,6 @@ class Sentences:
             row[: len(sentence)] = sentence
         return cls(torch.from_numpy(tokens).to(device), torch.tensor(lengths))
 
-    def __getitem__(self, rows: Tensor) -> Sentences:
-        """Return these rows, padded to the longest of them."""
-        lengths = self.lengths[rows]
-        longest = max(1, int(lengths.max()))
-        return Sentences(self.tokens[rows.to(self.tokens.device), :longest], lengths)
-
 
 @dataclass(frozen=True)
 class Pairs:
@@ -178,29 +171,21 @@ class Pairs:
         return ((self.source.lengths > 0) & (self.target.lengths > 2)).nonzero().flatten()
 
 
-class Buckets(Batches):
-    """Row numbers of batches, without end; the sentences of a batch have similar lengths.
+class Buckets:
+    """Divides pairs into batches of similar lengths.
 
     Every epoch is a new permutation of all rows; the last batch of a bucket may be smaller.
     """
 
-    def __init__(
-        self, lengths: Tensor, buckets: int, width: int, size: int, source: torch.Generator
-    ) -> None:
+    def __init__(self, lengths: Tensor, buckets: int, width: int, size: int) -> None:
         """`lengths` are of the longer side of each pair; the first bucket is 0 … width − 1."""
         self.bucket = (lengths // width).clamp(max=buckets - 1)
-        super().__init__(len(lengths), min(size, len(lengths)), source, torch.device("cpu"))
+        self.size = size
 
-    @property
-    def per_epoch(self) -> int:
-        counts = self.bucket.bincount()
-        return int((-(-counts // self.size)).sum())
-
-    def start_epoch(self) -> None:
-        self.before = self.source.get_state()
-        order = torch.randperm(self.count, generator=self.source)
+    def draw_epoch(self, source: torch.Generator) -> list[Tensor]:
+        """Return the rows of every batch."""
+        order = torch.randperm(len(self.bucket), generator=source)
         members = [order[self.bucket[order] == b] for b in self.bucket.unique()]
         batches = [batch for rows in members for batch in rows.split(self.size)]
-        turn = torch.randperm(len(batches), generator=self.source)
-        self.epoch = tuple(batches[i] for i in turn)
-        self.position = 0
+        turn = torch.randperm(len(batches), generator=source)
+        return [batches[i] for i in turn]

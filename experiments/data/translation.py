@@ -16,6 +16,7 @@ from experiments.data.files import DataError, Download, FileSet, fetch, search_f
 from experiments.data.text import Line, Pairs, Vocabulary, read_pairs, split_words
 
 MAX_WORDS = 50  # per sentence; the tutorial's limit
+EMPTY_PAIRS = 512  # of a corpus without values; more than a batch
 INVENTED = 20  # words of a generated language
 
 Words = Annotated[int, Field(ge=4)]  # of a vocabulary: three special tokens and at least one word
@@ -98,6 +99,8 @@ def load_iwslt15(
 
     `words` is the size of each vocabulary; None: the official vocabularies.
     """
+    if device.type == "meta":
+        return empty_corpus(IWSLT15_SHAPE, words, device)
     paths = ordered_paths(IWSLT15, fetch(IWSLT15))
     vocabularies = paths[6:] if words is None else None
     return read_corpus(paths[:6], vocabularies, device, words, longest, limit, test_limit)
@@ -112,6 +115,8 @@ def load_multi30k(
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
     """Return image captions, German to English: 29,000 pairs, 1,014 for dev, 1,000 for test."""
+    if device.type == "meta":
+        return empty_corpus(MULTI30K_SHAPE, words, device)
     return read_corpus(multi30k_files(), None, device, words, longest, limit, test_limit)
 
 
@@ -123,6 +128,8 @@ def load_by_heart(
     test_limit: PositiveInt | None = None,
 ) -> Corpus:
     """Return the first training pairs of Multi30k, also used as dev and test set."""
+    if device.type == "meta":
+        return empty_corpus(BY_HEART_SHAPE, words, device)
     paths = 3 * multi30k_files()[:2]
     return read_corpus(paths, None, device, words, longest, limit, test_limit or limit)
 
@@ -132,6 +139,28 @@ def multi30k_files() -> list[Path]:
     if len(packed) == len(MULTI30K_PACKED.checksums):
         return ordered_paths(MULTI30K_PACKED, packed)
     return ordered_paths(MULTI30K, fetch(MULTI30K))
+
+
+@dataclass(frozen=True)
+class CorpusShape:
+    """What the cost of a training step depends on."""
+
+    vocabularies: tuple[int, int]
+    lengths: tuple[int, int]  # mean words of a sentence and of its translation
+
+
+IWSLT15_SHAPE = CorpusShape((7_709, 17_191), (24, 19))  # lengths: of tst2012 and tst2013
+MULTI30K_SHAPE = CorpusShape((18_725, 10_214), (12, 13))
+BY_HEART_SHAPE = CorpusShape((740, 706), (12, 13))  # 200 pairs
+
+
+def empty_corpus(shape: CorpusShape, words: int | None, device: torch.device) -> Corpus:
+    """Return sentences without values: the meta device needs shapes only, and no files."""
+    lists = [Vocabulary(tuple(map(str, range(words or count)))) for count in shape.vocabularies]
+    line = tuple(" ".join(["3"] * count) for count in shape.lengths)
+    pairs = [(line[0], line[1])] * EMPTY_PAIRS
+    few = pairs[:32]
+    return corpus_of(pairs, few, few, lists, device, MAX_WORDS)
 
 
 def load_sentences(

@@ -11,6 +11,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 
+class Lengths(NamedTuple):
+    """Words per sentence, at least one; on the device, except `sorted`."""
+
+    each: Tensor
+    order: Tensor  # the sentences by decreasing length
+    places: Tensor  # of the sentences in this order
+    sorted: Tensor  # on the CPU, where torch packs sequences
+
+    @classmethod
+    def of(cls, lengths: Tensor) -> Lengths:
+        """Return all forms of `lengths`, on the CPU."""
+        decreasing, order = lengths.sort(descending=True)
+        return cls(lengths, order, order.argsort(), decreasing)
+
+
 class Memory(NamedTuple):
     """What the decoder attends to, computed once per sentence."""
 
@@ -91,7 +106,7 @@ class Translator(nn.Module):
             if parameter.dim() == 2:
                 nn.init.uniform_(parameter, -init, init)
 
-    def forward(self, source: Tensor, lengths: Tensor, words: Tensor) -> Tensor:
+    def forward(self, source: Tensor, lengths: Lengths, words: Tensor) -> Tensor:
         """Return the attention vectors (time × sentences × units) that predict the next words.
 
         `words` are all words of the translations (sentences × time, teacher forcing).
@@ -108,11 +123,12 @@ class Translator(nn.Module):
         state = self.step(self.enter(words), state, self.recurrent())
         return self.output(state.attention).log_softmax(-1), state
 
-    def encode(self, source: Tensor, lengths: Tensor) -> DecoderState:
-        """Encode padded sentences (sentences × length) with `lengths` words each, at least one."""
+    def encode(self, source: Tensor, lengths: Lengths) -> DecoderState:
+        """Encode padded sentences (sentences × length)."""
         words = self.dropout(self.source(source.t()))
-        packed = pack_padded_sequence(words, lengths, enforce_sorted=False)
-        count = len(lengths)
+        # Sorted here: torch would copy the order to the device and back.
+        packed = pack_padded_sequence(words.index_select(1, lengths.order), lengths.sorted)
+        count = len(source)
         zeros = words.new_zeros(2, count, self.units)
         outputs, hidden, cell = torch.lstm(
             packed.data,
@@ -126,12 +142,13 @@ class Translator(nn.Module):
             True,  # bidirectional
         )
         read, _ = pad_packed_sequence(PackedSequence(outputs, *packed[1:]), batch_first=True)
-        hidden, cell = (x[:, packed.unsorted_indices, None] for x in (hidden, cell))
+        read = read.index_select(0, lengths.places)
+        hidden, cell = (x[:, lengths.places, None] for x in (hidden, cell))
         return DecoderState(
             bottom=(hidden[0], cell[0]),
             top=(hidden[1], cell[1]),
             attention=words.new_zeros(count, 1, self.units),
-            memory=self.remember(read, lengths.to(source.device)),
+            memory=self.remember(read, lengths.each),
         )
 
     def remember(self, read: Tensor, lengths: Tensor) -> Memory:

@@ -32,6 +32,7 @@ COLUMNS = (
     "id", "place", "claim", "main", "exploratory", "verdict", "numbers", "margin", "p", "p_holm",
     "p_bh", "seeds", "seeds_needed", "scale", "why", "commit",
 )  # fmt: skip
+REDUCED_SCALES = ("laptop", "desktop")
 
 
 # -- a part ------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def is_outside(claim: Claim, part: Comparison, effect: float) -> bool:
 
 
 def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
-    scales = {run.config.scale for run in needed(claim, groups)}
+    scales = {run.config.shown_scale for run in needed(claim, groups)}
     margins = dict.fromkeys(f"{claim.margin_of(part):g}" for part in claim.parts)
     return dict.fromkeys(COLUMNS, "") | {
         "id": claim.id,
@@ -308,9 +309,14 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 def said(row: Mapping[str, str]) -> str:
     """The verdict, marked if a larger scale may change it or if it was worded after its runs."""
-    small = "laptop" in row["scale"] and row["verdict"] in ("fails", "inconclusive")
+    small = reduced_scale(row) if row["verdict"] in ("fails", "inconclusive") else None
     mark = " (exploratory)" if row["exploratory"] else ""
-    return row["verdict"] + (" at laptop scale" if small else "") + mark
+    return row["verdict"] + (f" at {small} scale" if small else "") + mark
+
+
+def reduced_scale(row: Mapping[str, str]) -> str | None:
+    """The smallest scale of its runs, if they are smaller than the paper's."""
+    return next((scale for scale in REDUCED_SCALES if scale in row["scale"]), None)
 
 
 def claims_page(rows: Sequence[dict[str, str]]) -> str:

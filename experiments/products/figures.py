@@ -285,5 +285,5 @@ def finish(figure: Figure, spec: Spec, groups: Groups) -> None:
 
 
 def scale_of(groups: Groups) -> str:
-    scales = sorted({run.config.scale for runs in groups.values() for run in runs})
+    scales = sorted({run.config.shown_scale for runs in groups.values() for run in runs})
     return " and ".join(scales)

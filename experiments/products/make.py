@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from experiments.config.errors import ConfigError, NotPublishedError
+from experiments.config.paths import shown_path
 from experiments.config.schema import Config
 from experiments.products.claims import judge_spec, read_verdicts, write_verdicts
 from experiments.products.schema import CurvesPanel, Spec
@@ -89,9 +90,9 @@ def write_figure_files(name: str, spec: Spec, groups: Groups) -> str:
     stem, config = place(groups, f"figures/{name}"), config_of(groups)
     count = len(all_runs(groups))
     if not draw_figure(spec, groups, stem):
-        return f"{stem}.png, .pdf and .csv are up to date with {count} runs"
+        return f"{shown_path(stem)}.png, .pdf and .csv are up to date with {count} runs"
     publish_figure(config, name, stem.with_suffix(".png"))
-    return f"{stem}.png, .pdf and .csv drawn from {count} runs"
+    return f"{shown_path(stem)}.png, .pdf and .csv drawn from {count} runs"
 
 
 def write_table_files(name: str, spec: Spec, groups: Groups) -> str:
@@ -124,11 +125,16 @@ def make_figure_with(extra: Sequence[str], name: str, overrides: Sequence[str]) 
 
 
 def place(groups: Groups, name: str) -> Path:
-    """Where a product goes; one of another scale or other records never replaces the usual one."""
+    """Where a product goes; one of other runs or other records never replaces the usual one."""
     config = config_of(groups)
     scale = "" if config.scale in ("paper", config.cpu_scale) else f"-{config.scale}"
     own = config.records == "own" or config.results == config.published
-    return config.results / f"{name}{scale}{'' if own else f'-{config.records}'}"
+    records = "" if own else f"-{config.records}"
+    return config.results / f"{name}{scale}{speed_suffix(config)}{records}"
+
+
+def speed_suffix(config: Config) -> str:
+    return "-fast" if config.speed == "fast" else ""
 
 
 # -- verdicts and the list of runs -------------------------------------------------------------

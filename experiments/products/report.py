@@ -21,7 +21,13 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from experiments.products.claims import WORST_FIRST, p_text, read_verdicts, said
+from experiments.products.claims import (
+    WORST_FIRST,
+    p_text,
+    read_verdicts,
+    reduced_scale,
+    said,
+)
 from experiments.products.figures import crosses, prefix_of
 from experiments.products.markdown import as_html, markdown_table
 from experiments.products.schema import CurvesPanel, Spec
@@ -342,12 +348,13 @@ def answer(claims: Sequence[CsvRow]) -> str:
     counts = Counter(row["verdict"] for row in claims)
     parts = [f"{counts[v]} {verb[counts[v] > 1]}" for v, verb in VERBS.items() if counts[v]]
     open_claims = [row for row in claims if row["verdict"] in ("fails", "inconclusive")]
-    small = sum("laptop" in row["scale"] for row in open_claims)
+    small = Counter(scale for row in open_claims if (scale := reduced_scale(row)))
     notes = [f"{', '.join(parts)}."] if parts else []
     if small:
+        size = "small networks and little data" if "laptop" in small else "smaller networks"
         notes.append(
-            f"{small} of the {len(open_claims)} that do not hold were tested at laptop scale, with "
-            "small networks and little data, and may hold at paper scale."
+            f"{small.total()} of the {len(open_claims)} that do not hold were tested at "
+            f"{' or '.join(sorted(small))} scale, with {size}, and may hold at paper scale."
         )
     return " ".join(notes)
 

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from yaml import MarkedYAMLError
 
-from experiments.config.errors import ConfigError, one_line_errors
+from experiments.config.errors import ConfigError, one_line_errors, short_path
 from experiments.config.paths import CONF
 from experiments.config.schema import Config
 from experiments.products.checks import check_content, checked
@@ -20,7 +19,8 @@ from experiments.records.run import Run, cached_config
 COUNTS = {"figure": 24, "table": 9}
 
 ABOUT_THE_MACHINE = (
-    "scale", "records", "tracking", "results", "published", "device", "threads", "force",
+    "scale", "records", "tracking", "results", "published", "device", "threads", "force", "speed",
+    "runs_per_gpu",
 )  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def full_names(kind: str, names: Sequence[str]) -> list[str]:
     if not names:
         raise ConfigError(f"which {kind}? Give a number from 1 to {COUNTS[kind]}, or all")
     if "all" in names:
+        if others_named := [name for name in names if name != "all"]:
+            raise ConfigError(f"all is every {kind}: drop {' '.join(others_named)}")
         return [path.stem for path in specs(kind)]
     own = [name for name in names if spec_path(kind, name).exists()]
     for name in names:
@@ -61,8 +63,8 @@ def asked_for(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Kind and name of specs from words such as figure-4 or table-5."""
     for word in names:
         kind, _, name = word.partition("-")
-        if kind not in COUNTS:
-            raise ConfigError(f"{word} is unknown: give figure-4, table-5, figure-all …")
+        if kind not in COUNTS or not name:
+            raise ConfigError(f"{word} is unknown: expected figure-4, table-5, figure-all …")
         yield from ((kind, number) for number in full_names(kind, [name]))
 
 
@@ -97,18 +99,16 @@ def load_spec(kind: str, name: str) -> Spec:
 @cache
 def parse_spec(path: Path, changed: int) -> Spec:
     """The checked spec of a file; `changed` is its time stamp, so that a new version is read."""
-    file = "/".join(path.parts[-3:])
+    file = short_path(path)
     try:
         with one_line_errors():
             raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
             spec = checked(raw)
             check_content(spec, path.parent.name)
             return spec
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{file}: line {line} is not valid YAML: {error.problem}") from error
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        text = str(error)
+        raise ConfigError(text if text.startswith(file) else f"{file}: {text}") from error
 
 
 def specs(kind: str) -> list[Path]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from experiments.config.gpus import has_gpu
 from experiments.records import provenance, record
+from experiments.records.estimate import estimate
 from experiments.records.run import Run
 from experiments.records.status import Status
 
 MAX_LISTED = 3  # missing runs; their commands are alike
-UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def status_lines(title: str, runs: Sequence[Run], full: bool = False) -> list[str]:
@@ -25,8 +20,9 @@ def status_lines(title: str, runs: Sequence[Run], full: bool = False) -> list[st
     `full` also lists missing runs.
     """
     states = [(run, run.status) for run in runs]
-    left = time_left([run for run, state in states if not state.is_final])
-    lines = [f"{title}: {counted(state for _, state in states)} of {len(runs)} runs{left}"]
+    left = estimate([run for run, state in states if not state.is_final]).words(" left")
+    counts = f"{counted(state for _, state in states)} of {len(runs)} runs"
+    lines = [f"{title}: {counts}" + (f"; {left}" if left else "")]
     for run, state in states:
         if state.is_failure:
             lines += failure(state, run.info.get("error"), run.command())
@@ -67,54 +63,3 @@ def strays(results: Path, known: Iterable[Path]) -> list[str]:
             info = record.read_info(folder)
             lines += failure(state, info.get("error"), str(info.get("command")))
     return lines
-
-
-# -- time --------------------------------------------------------------------------------------
-
-
-def time_left(runs: Sequence[Run]) -> str:
-    """Return the estimated time for these runs, in parallel as far as the cores allow."""
-    if not runs:
-        return ""
-    known = [(run, seconds) for run in runs if (seconds := expected(run)) is not None]
-    about = rough_duration(sum(seconds * share(run) for run, seconds in known))
-    unknown = len(runs) - len(known)
-    parts = [f"about {about} left"] * bool(known) + [f"{unknown} of unknown length"] * bool(unknown)
-    return "; " + " and ".join(parts)
-
-
-def expected(run: Run) -> float | None:
-    """Return the mean seconds of similar runs, of this machine and optimizer if there are any."""
-    c = run.config
-    size = run_size(c.model_dump(mode="json"))
-    found = finished(c.results / "runs" / c.experiment)
-    alike = [i for i in found if run_size(i["config"]) == size]
-    alike = [i for i in alike if i["machine"] == provenance.machine()] or alike
-    alike = [i for i in alike if i["config"]["optimizer_name"] == c.optimizer_name] or alike
-    return fmean(i["seconds"] for i in alike) if alike else None
-
-
-def run_size(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings that determine how long a run of an experiment takes."""
-    return config["scale"], config["steps"]
-
-
-@cache
-def finished(folder: Path) -> list[dict[str, Any]]:
-    infos = (record.read_info(path.parent) for path in folder.glob(f"*/*/{record.INFO}"))
-    return [info for info in infos if Status.in_info(info) == Status.FINISHED]
-
-
-def share(run: Run) -> float:
-    """Return the fraction of this machine that a run uses."""
-    cores = os.cpu_count() or 1
-    return 1.0 if has_gpu() else min(1.0, (run.config.threads or cores) / cores)
-
-
-def rough_duration(seconds: float) -> str:
-    """
-    >>> rough_duration(5000)
-    '1.4 h'
-    """
-    unit, length = next(((u, n) for u, n in UNITS if seconds >= n), ("s", 1))
-    return f"{seconds / length:.2g} {unit}"

@@ -158,7 +158,7 @@ def typed_value(value: Any) -> str:
 
 def title(runs: Sequence[Run], count: int) -> str:
     config = runs[0].config
-    scales = " and ".join(sorted({run.config.scale for run in runs}))
+    scales = " and ".join(sorted({run.config.shown_scale for run in runs}))
     order = f"{config.best} {config.metrics[0]} first" if config.best else "not ranked"
     spread = SPREAD if len(runs) > count else ""
     return f"{config.experiment}, {scales} scale, {count} settings, {order}; {AVERAGED}{spread}"

@@ -21,7 +21,7 @@ def write_table(spec: Spec, groups: Groups, stem: Path) -> None:
     """Write stem.csv, a line for each number of ours, and stem.md, a line for each of the paper."""
     require_runs(groups)
     table = pd.DataFrame([line for row in spec.rows for line in table_lines(row, groups)])
-    scales = sorted({run.config.scale for runs in groups.values() for run in runs})
+    scales = sorted({run.config.shown_scale for runs in groups.values() for run in runs})
     csv = table if table["column"].nunique() > 1 else table.drop(columns="column")
     write_text(stem.with_suffix(".csv"), csv.to_csv(index=False, float_format="%.10g"))
     write_text(stem.with_suffix(".md"), table_page(spec, table, " and ".join(scales)))

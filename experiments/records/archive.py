@@ -15,6 +15,7 @@ import lzma
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ def load(published: Path, experiment: str) -> Runs:
     """Return the published runs of an experiment; empty if there are none."""
     path = path_of(published, experiment)
     return read_runs(path, path.stat().st_mtime_ns) if path.exists() else {}
+
+
+def load_infos(published: Path, experiment: str) -> list[dict[str, Any]]:
+    """Return the run.json of each published run; empty if the file is missing or invalid.
+
+    The metrics are not unpacked, which would take longer than all else in `make status`.
+    """
+    path = path_of(published, experiment)
+    try:
+        with lzma.open(path) as file:
+            lines = islice(takewhile(lambda line: line.startswith(b"# "), file), 2, None)
+            return [json.loads(line[2:]) for line in lines]
+    except (OSError, EOFError, ValueError, lzma.LZMAError):
+        return []
 
 
 @cache

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.paths import ROOT
+from experiments.records.speed import probe
 
 PACKAGES = ("torch", "torchvision", "numpy", "scipy", "pandas", "hydra-core", "wandb")
 
@@ -36,6 +37,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": processor(),  # the kernels chosen for it affect the last digits
         "cores": os.cpu_count(),
+        "probe": probe(),  # seconds of a fixed workload
         "processes": int(os.environ.get("WORLD_SIZE", 1)),  # started by torchrun
         "python": sys.version.split()[0],
     }

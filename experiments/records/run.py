@@ -19,7 +19,7 @@ from experiments.records import archive, record
 from experiments.records.archive import Published
 from experiments.records.status import Status
 
-GROUPS_BY_NAME = {"experiment", "optimizer_name", "scale"}  # config groups, not values
+NAMED = {"experiment", "optimizer_name", "scale", "speed"}  # the first words of a command
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ class Run:
     def words(self) -> list[str]:
         """Return the overrides of that command line."""
         c = self.config
-        names = (f"experiment={c.experiment}", f"optimizer={c.optimizer_name}", f"scale={c.scale}")
-        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - GROUPS_BY_NAME))
+        named = {"experiment": c.experiment, "optimizer": c.optimizer_name, "scale": c.scale}
+        named |= {"speed": c.speed} if c.speed == "fast" else {}
+        names = tuple(f"{key}={value}" for key, value in named.items())
+        values = leaves(c.model_dump(mode="json", include=c.identity().keys() - NAMED))
         try:
             plain = leaves(cached_config(names).identity())
         except ConfigError:  # no tuned values for this pair, so its settings are overrides
@@ -120,7 +122,7 @@ class Run:
             plain = {k: v for k, v in usual.items() if k not in own}
         changed = {k: v for k, v in values.items() if plain.get(k, ...) != v}
         more = [given(k, v, "" if k in plain else "++") for k, v in changed.items()]
-        gone = [without(k, c) for k in plain if k not in values and k not in GROUPS_BY_NAME]
+        gone = [without(k, c) for k in plain if k not in values and k not in NAMED]
         return [*names, *more, *dict.fromkeys(gone), f"seed={c.seed}"]
 
     def with_seed(self, seed: int) -> Run:

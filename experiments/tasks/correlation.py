@@ -52,6 +52,8 @@ class GradientCorrelation(LinearClassifier):
     gradient of exactly 0, of a batch that is classified with certainty, stays 0.
     """
 
+    capturable = False  # steps change when the parameters are frozen
+
     def __init__(
         self,
         training: NonNegativeInt,
@@ -131,6 +133,8 @@ class MnistNetUpdate(LinearClassifier):
 
     The probe starts after `watch_after` steps, in which v rises from 0.
     """
+
+    capturable = False  # the probe computes before and after each step
 
     probe: DecorrelationProbe | None = None
     found: dict[str, Any] | None = None  # the probe's state when the training was interrupted

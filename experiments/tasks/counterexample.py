@@ -100,7 +100,8 @@ class Trajectory(Task):
         self.problem, self.block, self.warm_up, self.bounds = problem, block, warm_up, bounds
         self.length = length
         self.rng = numpy_generator(seed)
-        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64, device=device))
+        # On the CPU, whatever the device: one number, which every block or step reads.
+        self.theta = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.t = self.done = 0  # gradients drawn; steps recorded, without the warm-up
         self.chain: Chain | None = None
         self.metrics: Metrics = {}
@@ -118,6 +119,8 @@ class Trajectory(Task):
     def take_block(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         if self.t == 0:
             self.chain = chain_or_none(optimizer)
+            if self.chain is None:
+                self.slow_because = "it has no filter form, so its steps are taken one by one"
             if self.done:
                 self.repeat()
             elif self.warm_up:
@@ -145,7 +148,7 @@ class Trajectory(Task):
         if self.chain is None:
             return self.take_steps(optimizer, g), None
         moments = self.chain.advance(g)
-        path = parameter_path(self.theta.detach().cpu().numpy(), moments.update, self.bounds)
+        path = parameter_path(self.theta.detach().numpy(), moments.update, self.bounds)
         self.theta.data.fill_(float(path[-1]))
         return path, moments
 
@@ -153,7 +156,7 @@ class Trajectory(Task):
     def take_steps(self, optimizer: torch.optim.Optimizer, g: Array) -> Array:
         """Return θ after each gradient; g_t is set directly, which is faster than backward()."""
         step, path = quick_step(optimizer), np.empty(len(g))
-        for t, slope in enumerate(torch.tensor(g, device=self.theta.device).unbind()):
+        for t, slope in enumerate(torch.tensor(g).unbind()):
             self.theta.grad = slope
             step()
             self.after_step()

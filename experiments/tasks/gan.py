@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn import Parameter
 
-from experiments.data.batches import Batches, generator
+from experiments.data.batches import Batches, Drawn, Epochs, generator, moved
 from experiments.data.images import ImageSet
+from experiments.models.compiled import compiled
 from experiments.models.gan import Networks, Pair
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
@@ -89,15 +90,18 @@ class MaxGP(WassersteinGP):
 
 @dataclass(frozen=True)
 class GanTrainer:
-    """Batch size, order of steps, and a setting for speed that does not change the maths."""
+    """Batch size, order of steps, and settings for speed that do not change the maths."""
 
     batch: PositiveInt
     critic_steps: PositiveInt  # per round
     channels_last: bool = False  # memory layout of images and kernels
+    compile: bool = False  # torch.compile, of the critic
 
 
 class GAN(Task):
     """Rounds of `critic_steps` critic steps and one generator step."""
+
+    trains_generator: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -116,10 +120,14 @@ class GAN(Task):
         pair.to(device).to(memory_format=self.layout)
         assert isinstance(pair, Pair)
         self.critic, self.generator = pair.critic, pair.generator
+        if trainer.compile:
+            self.critic.forward = compiled(self.critic.forward)  # type: ignore[method-assign]
+            self.critic.gradient = compiled(self.critic.gradient)  # type: ignore[method-assign]
         self.batches = Batches(len(pixels), trainer.batch, generator(seed, "order"), device)
-        self.noise = generator(seed, "noise")
-        self.test_noise = self.draw(len(self.data.test.pixels))
-        self.sample_noise = self.draw(GRID**2)
+        source = generator(seed, "noise")
+        self.test_noise = self.draw(len(self.data.test.pixels), source).to(device)
+        self.sample_noise = self.draw(GRID**2, source).to(device)
+        self.noise = Epochs[Drawn](source, self.draw_epoch)
         self.turn = 0  # steps taken in this round
 
     def players(self) -> dict[str, list[Parameter]]:
@@ -129,31 +137,30 @@ class GAN(Task):
         }
 
     def steps(self) -> Iterator[Step]:
-        rows = iter(self.batches)
+        rows, noise = iter(self.batches), iter(self.noise)
         while True:
             while self.turn < self.trainer.critic_steps:
                 self.turn += 1
-                yield Step("critic", partial(self.critic_loss, next(rows)))
+                yield Step("critic", partial(self.critic_loss, next(rows), *next(noise)))
             self.turn = 0
-            yield from self.generator_step()
+            if self.trains_generator:
+                yield Step("generator", partial(self.generator_loss, *next(noise)))
 
-    def generator_step(self) -> Iterator[Step]:
-        yield Step("generator", self.generator_loss)
-
-    def critic_loss(self, rows: Tensor) -> Tensor:
+    def critic_loss(self, rows: Tensor, noise: Tensor, part: Tensor) -> Tensor:
+        """Return the loss; `part` is the place of each penalty point, from 0 (real) to 1."""
         real = self.images(self.data.train.pixels.index_select(0, rows))
-        fake = self.generated(self.draw(len(real)))
+        fake = self.generated(noise)
         scores = self.critic(torch.cat([real, fake]))
-        points = self.objective.points(self.between(real, fake))
+        points = self.objective.points(torch.lerp(real, fake, part))
         slopes = self.slopes(points)
         if self.turn == self.trainer.critic_steps:
             self.objective.remember(points, slopes)
         return self.objective.loss(*scores.chunk(2)) + self.objective.penalty(slopes)
 
-    def generator_loss(self) -> Tensor:
+    def generator_loss(self, noise: Tensor) -> Tensor:
         """Return −mean D(G(z)), for every objective of the critic."""
         self.critic.requires_grad_(False)  # saves computing gradients that are not used
-        score = self.critic(self.generator(self.draw(self.trainer.batch))).mean()
+        score = self.critic(self.generator(noise)).mean()
         self.critic.requires_grad_(True)
         return -score
 
@@ -161,19 +168,24 @@ class GAN(Task):
         values = pixels.to(memory_format=self.layout).float()
         return values.sub_(CENTRE).div_(RANGE)
 
-    def draw(self, count: int) -> Tensor:
-        """Draw noise on the unit sphere, on the CPU: a seed gives the same on every device."""
-        noise = torch.randn(count, self.dimension, generator=self.noise)
-        return F.normalize(noise).to(self.device)
+    def draw_epoch(self, source: torch.Generator) -> Sequence[Drawn]:
+        """Return what the losses of each step need besides rows, for the rounds of an epoch."""
+        count, drawn = self.trainer.batch, list[Drawn]()
+        for _ in range(max(1, self.batches.per_epoch // self.trainer.critic_steps)):
+            for _ in range(self.trainer.critic_steps):
+                noise = self.draw(count, source)
+                drawn.append((noise, torch.rand(count, 1, 1, 1, generator=source)))
+            if self.trains_generator:
+                drawn.append((self.draw(count, source),))
+        return moved(drawn, self.device)
+
+    def draw(self, count: int, source: torch.Generator) -> Tensor:
+        """Draw noise on the unit sphere."""
+        return F.normalize(torch.randn(count, self.dimension, generator=source))
 
     @torch.no_grad()
     def generated(self, noise: Tensor) -> Tensor:
         return self.generator(noise)
-
-    def between(self, real: Tensor, fake: Tensor) -> Tensor:
-        """Return a random point between each real image and a generated one."""
-        part = torch.rand(len(real), 1, 1, 1, generator=self.noise).to(self.device)
-        return torch.lerp(real, fake, part)
 
     def slopes(self, points: Tensor) -> Tensor:
         return torch.linalg.vector_norm(self.critic.gradient(points), dim=(1, 2, 3))
@@ -200,14 +212,14 @@ class GAN(Task):
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches.state_dict(),
-            "noise": self.noise.get_state(),
+            "noise": self.noise.state_dict(),
             "objective": self.objective.state_dict(),
             "turn": self.turn,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
-        self.noise.set_state(state["noise"])
+        self.noise.load_state_dict(state["noise"])
         self.objective.load_state_dict(state["objective"])
         self.turn = state["turn"]
 
@@ -218,6 +230,8 @@ class FixedGenerator(GAN):
     The generator comes from a WGAN-GP training with `generator_seed`, after `generator_steps`
     steps of its own; with 0 it is untrained.
     """
+
+    trains_generator = False
 
     def __init__(
         self,
@@ -237,9 +251,6 @@ class FixedGenerator(GAN):
 
     def players(self) -> dict[str, list[Parameter]]:
         return {"critic": list(self.critic.parameters())}
-
-    def generator_step(self) -> Iterator[Step]:
-        yield from ()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"generator": self.generator.state_dict()}

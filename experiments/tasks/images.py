@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from experiments.data.batches import Batches, generator
+from experiments.data.batches import Batches, Drawn, Epochs, generator
 from experiments.data.images import Augment, ImageSet, Standardise
+from experiments.models.compiled import compiled
 from experiments.task import Step, Task
 from experiments.training import collectives
 
@@ -59,32 +61,34 @@ class ImageClassifier(Task):
                 f"{collectives.world_size()}, the number of processes"
             )
         net = collectives.shared(self.net, device)
-        self.forward = torch.compile(net) if trainer.compile else net
+        graphs = device.type == "cuda" and collectives.world_size() == 1
+        self.forward = compiled(net, graphs=graphs) if trainer.compile else net
         train = self.data.train
         self.standardise = Standardise.of(train) if standardise else Standardise.none(device)
-        self.noise = generator(seed, "noise")
-        self.augment = Augment(train, padding, flip, self.standardise.zero, self.noise)
+        self.augment = Augment(train, padding, flip, self.standardise.zero)
         count = len(train.labels)
         self.batches = Batches(count, trainer.batch, generator(seed, "order"), device)
         self.epoch_steps = self.batches.per_epoch
+        draw_epoch = partial(self.augment.draw_epoch, self.epoch_steps, trainer.batch)
+        self.noise = Epochs[Drawn](generator(seed, "noise"), draw_epoch)
         self.total_steps = self.epoch_steps * trainer.epochs
 
     def players(self) -> dict[str, list[Parameter]]:
         return {"classifier": list(self.net.parameters())}
 
     def steps(self) -> Iterator[Step]:
-        for rows in self.batches:
-            yield Step("classifier", partial(self.loss, rows))
+        for rows, drawn in zip(self.batches, self.noise, strict=True):
+            yield Step("classifier", partial(self.loss, rows, drawn))
 
-    def loss(self, rows: Tensor) -> Tensor:
+    def loss(self, rows: Tensor, drawn: Drawn) -> Tensor:
         labels = collectives.part(self.data.train.labels.index_select(0, rows))
-        # All processes draw for the full batch, so that their generators stay equal.
-        images = collectives.part(self.augment(rows))
+        images = collectives.part(self.augment(rows, *drawn))
         return collectives.mean_over_processes(F.cross_entropy(self.output(images), labels))
 
     def output(self, pixels: Tensor) -> Tensor:
         images = self.standardise(pixels).contiguous(memory_format=self.layout)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.trainer.autocast):
+        lower = torch.autocast(self.device.type, torch.bfloat16) if self.trainer.autocast else None
+        with lower or nullcontext():
             answer: Tensor = self.forward(images)
         return answer.float()
 
@@ -104,13 +108,13 @@ class ImageClassifier(Task):
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches.state_dict(),
-            "noise": self.noise.get_state(),
+            "noise": self.noise.state_dict(),
             "buffers": {name: b.clone() for name, b in self.net.named_buffers()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
-        self.noise.set_state(state["noise"])
+        self.noise.load_state_dict(state["noise"])
         for name, buffer in self.net.named_buffers():
             buffer.copy_(state["buffers"][name])
 

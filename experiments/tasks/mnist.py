@@ -61,6 +61,8 @@ class LinearLayers:
 class LinearClassifier(Task):
     """Softmax cross-entropy of linear layers, without regularization or augmentation."""
 
+    capturable = True
+
     def __init__(
         self,
         data: Callable[[torch.device], Mnist],

@@ -66,7 +66,8 @@ class Objective:
     @torch.no_grad()
     def jacobian(self) -> Tensor:
         """Return ∂r/∂(W1, W2), with the parameters row by row."""
-        root, unit = self.root(), torch.eye(len(self.target)).to(self.target)
+        root = self.root()
+        unit = torch.eye(len(self.target), dtype=root.dtype, device=root.device)
         by_w1 = torch.kron(unit, (self.w2 @ root).T.contiguous())
         return torch.hstack([by_w1, torch.kron(self.w1, root.T.contiguous())])
 
@@ -115,8 +116,8 @@ class LevenbergMarquardt(torch.optim.Optimizer):
 def damped_solution(jacobian: Tensor, residuals: Tensor, damping: float) -> Tensor:
     """Return δ = −(JᵀJ + λI)⁻¹ Jᵀr by a QR of J: forming JᵀJ would lose half the digits."""
     count = jacobian.shape[1]
-    below = math.sqrt(damping) * torch.eye(count).to(jacobian)
-    right = torch.cat([-residuals, torch.zeros(count).to(residuals)])
+    below = math.sqrt(damping) * torch.eye(count, dtype=jacobian.dtype, device=jacobian.device)
+    right = torch.cat([-residuals, residuals.new_zeros(count)])
     return torch.linalg.lstsq(torch.vstack([jacobian, below]), right.unsqueeze(1)).solution[:, 0]
 
 
@@ -155,6 +156,7 @@ class TwoLayerLinear(Task):
             self.whole = self.objective(second_moment(self.samples))
         if sampled is not None and batch is not None:
             self.batches = Batches(sampled, batch, generator(seed, "order"), device)
+        self.capturable = self.batches is None
 
     def objective(self, moment: Tensor) -> Objective:
         return Objective(self.w1, self.w2, self.target, moment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -16,11 +16,12 @@ from sacrebleu import corpus_bleu
 from torch import Tensor
 from torch.nn import Parameter
 
-from experiments.data.batches import generator
+from experiments.data.batches import Epochs, generator, moved
 from experiments.data.text import END, START, Buckets, Pairs
 from experiments.data.translation import MAX_WORDS, Corpus
 from experiments.models.beam import Found, beam_search
-from experiments.models.seq2seq import Translator
+from experiments.models.compiled import compiled
+from experiments.models.seq2seq import Lengths, Translator
 from experiments.task import Step, Task
 from experiments.tasks.images import initialised
 
@@ -33,6 +34,26 @@ class TranslationTrainer:
     batch: PositiveInt
     buckets: PositiveInt  # of sentences of similar length
     clip: PositiveFloat  # maximum norm of all gradients together
+    compile: bool = False  # torch.compile, of a step of the decoder; does not change the maths
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of pairs, with all that depends on their lengths: no step waits for the device."""
+
+    pairs: Pairs
+    rows: Tensor
+    lengths: Lengths  # of the sources
+    longest: int  # of the targets
+    words: Tensor  # places of the words to predict, in time × sentences
+
+    @property
+    def source(self) -> Tensor:
+        return self.pairs.source.tokens[self.rows, : max(1, int(self.lengths.sorted[0]))]
+
+    @property
+    def target(self) -> Tensor:
+        return self.pairs.target.tokens[self.rows, : self.longest]
 
 
 class Translation(Task):
@@ -62,11 +83,16 @@ class Translation(Task):
         }
         self.net = initialised(partial(model, **words), seed)
         self.net.to(device)
+        if trainer.compile:
+            self.net.step = compiled(self.net.step, dynamic=True)  # type: ignore[method-assign]
         train = self.data.train
         lengths = torch.maximum(train.source.lengths, train.target.lengths - 2)
         width = -(-MAX_WORDS // trainer.buckets)
-        order = generator(seed, "order")
-        self.batches = Buckets(lengths, trainer.buckets, width, trainer.batch, order)
+        buckets = Buckets(lengths, trainer.buckets, width, trainer.batch)
+        self.batches = Epochs[Batch](
+            generator(seed, "order"),
+            lambda source: self.batches_of(train, buckets.draw_epoch(source)),
+        )
         self.epoch_steps = self.batches.per_epoch
         self.translated: dict[str, list[str]] = {}
 
@@ -82,20 +108,35 @@ class Translation(Task):
         return [{"params": rows, "phi": self.embedding_phi}, {"params": others}]
 
     def steps(self) -> Iterator[Step]:
-        for rows in self.batches:
-            yield Step("translator", partial(self.loss, rows), clip=self.trainer.clip)
+        for batch in self.batches:
+            yield Step("translator", partial(self.loss, batch), clip=self.trainer.clip)
 
-    def loss(self, rows: Tensor) -> Tensor:
-        return self.summed(self.data.train, rows) / len(rows)
+    def loss(self, batch: Batch) -> Tensor:
+        return self.summed(batch) / len(batch.rows)
 
-    def summed(self, pairs: Pairs, rows: Tensor) -> Tensor:
+    def summed(self, batch: Batch) -> Tensor:
         """Return the cross-entropy of all words of these sentences, end tokens included."""
-        source, target = pairs.source[rows], pairs.target[rows]
-        vectors = self.net(source.tokens, source.lengths, target.tokens[:, :-1])
-        places = torch.arange(1, target.tokens.shape[1])[:, None]
-        inside = (places < target.lengths).to(self.device)  # time × sentences
-        wanted = target.tokens[:, 1:].t()[inside]
-        return F.cross_entropy(self.net.output(vectors[inside]), wanted, reduction="sum")
+        target = batch.target
+        vectors = self.net(batch.source, batch.lengths, target[:, :-1])
+        wanted = target[:, 1:].t().flatten()[batch.words]
+        predicted = self.net.output(vectors.flatten(0, 1)[batch.words])
+        return F.cross_entropy(predicted, wanted, reduction="sum")
+
+    def batches_of(self, pairs: Pairs, portions: Sequence[Tensor]) -> list[Batch]:
+        """Return a batch for each of these lists of rows, moved to the device at once."""
+        lengths = [Lengths.of(pairs.source.lengths[rows]) for rows in portions]
+        ends = [pairs.target.lengths[rows] for rows in portions]
+        drawn = [
+            (rows, *known[:3], places_of_words(end))
+            for rows, known, end in zip(portions, lengths, ends, strict=True)
+        ]
+        on_device = moved(drawn, self.device)
+        return [
+            Batch(pairs, rows, Lengths(each, order, places, known.sorted), int(end.max()), words)
+            for (rows, each, order, places, words), known, end in zip(
+                on_device, lengths, ends, strict=True
+            )
+        ]
 
     def evaluate(self) -> dict[str, float]:
         return self.scores(self.bleu_sentences)
@@ -142,7 +183,7 @@ class Translation(Task):
         """Return the mean over words and end tokens, of pairs without an empty line."""
         rows = pairs.whole
         portions = by_length(pairs, rows).split(self.trainer.batch)
-        sums = [self.summed(pairs, portion) for portion in portions]
+        sums = [self.summed(batch) for batch in self.batches_of(pairs, portions)]
         return float(torch.stack(sums).sum() / (pairs.target.lengths[rows] - 1).sum())
 
     def translate(self, pairs: Pairs, rows: Tensor, width: int) -> tuple[list[str], float]:
@@ -156,10 +197,10 @@ class Translation(Task):
     def translations(self, pairs: Pairs, rows: Tensor, width: int) -> Iterator[tuple[int, Found]]:
         """Yield rows that are not empty, each with its translation."""
         rows = by_length(pairs, rows[pairs.source.lengths[rows] > 0])
-        for portion in rows.split(max(1, MAX_BEAMS // width)):
-            source = pairs.source[portion]
-            state = self.net.encode(source.tokens, source.lengths)
-            limits = MAX_LENGTH_RATIO * source.lengths.to(self.device)
+        portions = rows.split(max(1, MAX_BEAMS // width))
+        for portion, batch in zip(portions, self.batches_of(pairs, portions), strict=True):
+            state = self.net.encode(batch.source, batch.lengths)
+            limits = MAX_LENGTH_RATIO * batch.lengths.each
             found = beam_search(self.net.advance, state, limits, width, START, END)
             yield from zip(portion.tolist(), found, strict=True)
 
@@ -168,6 +209,12 @@ class Translation(Task):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
+
+
+def places_of_words(lengths: Tensor) -> Tensor:
+    """Return the places, in time × sentences, of the words after the first of each sentence."""
+    time = torch.arange(1, int(lengths.max()))[:, None]
+    return (time < lengths).flatten().nonzero().flatten()
 
 
 def by_length(pairs: Pairs, rows: Tensor) -> Tensor:

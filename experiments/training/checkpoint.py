@@ -21,7 +21,7 @@ import torch
 from experiments.records.files import write_bytes
 
 NAME, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
-CHECKPOINT_FORMAT = "AdaShift checkpoint 1"  # increase the number when the state changes
+CHECKPOINT_FORMAT = "AdaShift checkpoint 2"  # increase the number when the state changes
 
 
 class Checkpoint:

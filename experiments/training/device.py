@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
 from experiments.records.files import locked
+from experiments.training.speed import set_precision
+
+SECONDS_BETWEEN_TRIES = 1.0  # to find a free GPU
 
 ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
 
@@ -28,7 +33,9 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
     same = device.type == "cpu" if config.deterministic is None else config.deterministic
     torch.use_deterministic_algorithms(same, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    set_precision(config.speed == "fast", device, same)
     if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # of streams and graphs
         torch.backends.cudnn.deterministic = same
         if same:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
@@ -63,14 +70,44 @@ def pick_device(wanted: str) -> torch.device:
 
 
 @contextmanager
-def device_for(wanted: str) -> Iterator[torch.device]:
-    """Yield the device; `auto` takes a GPU that no other run on this machine uses, if any."""
+def device_for(
+    wanted: str, runs_per_gpu: int = 1, announce: Callable[[str], None] = print
+) -> Iterator[torch.device]:
+    """Yield the device; `auto` takes the GPU with the fewest runs on this machine.
+
+    If each has `runs_per_gpu` of them, it waits until one of them ends.
+    """
     device = pick_device(wanted)
     with ExitStack() as held:
-        for number in range(torch.cuda.device_count()) if wanted == "auto" else ():
-            name = torch.cuda.get_device_properties(number).uuid  # the same in every process
-            place = Path(tempfile.gettempdir()) / f"adashift-{os.getuid()}" / f"gpu-{name}"
-            if held.enter_context(locked(place)):
-                device = torch.device("cuda", number)
-                break
+        if wanted == "auto" and device.type == "cuda":
+            device = torch.device("cuda", take_gpu(held, runs_per_gpu, announce))
         yield device
+
+
+def take_gpu(held: ExitStack, runs_per_gpu: int, announce: Callable[[str], None]) -> int:
+    """Return the number of a GPU with a free slot; `held` keeps the lock of the slot."""
+    if dist.is_torchelastic_launched():  # its processes must not share a GPU
+        number = int(os.environ["LOCAL_RANK"])
+        held.enter_context(locked(slot(number, 0)))
+        return number
+    count, told = torch.cuda.device_count(), False
+    while True:
+        for place in range(runs_per_gpu):
+            for number in range(count):
+                with ExitStack() as attempt:
+                    if attempt.enter_context(locked(slot(number, place))):
+                        held.push(attempt.pop_all())
+                        return number
+        if not told:
+            told = True
+            announce(
+                f"waiting: each of {count} GPUs has {runs_per_gpu} runs; set runs_per_gpu="
+                f"{runs_per_gpu + 1} to share it with more, or choose one with device=cuda:0"
+            )
+        time.sleep(SECONDS_BETWEEN_TRIES)
+
+
+def slot(number: int, place: int) -> Path:
+    """The folder that one of the runs on a GPU locks."""
+    name = torch.cuda.get_device_properties(number).uuid  # the same in every process
+    return Path(tempfile.gettempdir()) / f"adashift-{os.getuid()}" / f"gpu-{name}-{place}"

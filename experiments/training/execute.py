@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -13,8 +13,10 @@ import torch
 
 from experiments.config.build import build
 from experiments.config.errors import ConfigError
+from experiments.config.gpus import runs_on_a_gpu
+from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.progress import Progress
+from experiments.progress import Progress, message
 from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
@@ -25,16 +27,18 @@ from experiments.task import Measurement, Task
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.collectives import is_first, world_size
 from experiments.training.device import device_for, noted_kernels, set_up_torch
+from experiments.training.graphs import GraphedSteps, can_be_captured, make_capturable
 from experiments.training.leader import FollowerLog, ProcessGroup, process_group
 from experiments.training.loop import train
 from experiments.training.measure import measure
-from experiments.training.run_summary import shown_path
 from experiments.training.scheduler import scale_notice
 from experiments.training.signals import stop_request
+from experiments.training.speed import task_node
 from experiments.training.watch import RunProgress
 
 Announce = Callable[[str], None]
 Tags = Callable[[Run], list[str]]
+Schedule = Callable[[float], float]
 
 
 def no_tags(run: Run) -> list[str]:
@@ -59,7 +63,7 @@ def execute(
     if run.done and not run.config.force:
         return report_done(run, announce)
     check_trainable(run)
-    with device_for(run.config.device) as device, process_group(device) as group:
+    with on_device(run.config, announce) as device, process_group(device) as group:
         deterministic = set_up_torch(run.config, device)
         # Everything that can be invalid is built before the first file is written.
         execution = Execution(run, device, deterministic, *prepare(run.config, device))
@@ -72,6 +76,11 @@ def execute(
                 announce(f"another process has trained it: {shown_path(run.folder)}")
                 return run.status
             return execution.lead(group, announce, tags, shown)
+
+
+def on_device(config: Config, announce: Announce) -> AbstractContextManager[torch.device]:
+    runs_per_gpu = runs_on_a_gpu(config.runs_per_gpu, config.gpu_memory)
+    return device_for(config.device, runs_per_gpu, announce)
 
 
 @dataclass(frozen=True)
@@ -107,10 +116,16 @@ class Execution:
         load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
         resuming = load if self.task.resumable else {}
         group.start()
+        if self.device.type == "cuda":  # of this run, not of the one before in this process
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         with noted_kernels() as kernels:
             record.status = self.training(record=record, progress=progress, **resuming)
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self.device)
+            record.about["gpu_memory"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
 
     def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
@@ -145,7 +160,7 @@ def check_trainable(run: Run) -> None:
 
 def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, partial[Status]]:
     """Return the task or measurement and its loop, which lacks the record and the checkpoint."""
-    task = build(config.task, "task", seed=config.seed, device=device)
+    task = build(task_node(config, device), "task", seed=config.seed, device=device)
     if not isinstance(task, Task | Measurement):
         raise ConfigError(
             f"task._target_={config.task['_target_']} builds a {type(task).__name__}; "
@@ -156,16 +171,39 @@ def prepare(config: Config, device: torch.device) -> tuple[Task | Measurement, p
     if isinstance(task, Measurement):
         loop = prepare_measurement(config, task)
     else:
-        loop = prepare_training(config, task)
+        loop = prepare_training(config, task, device)
     torch.manual_seed(config.seed)  # for dropout, which uses the global generator
     return task, loop
 
 
-def prepare_training(config: Config, task: Task) -> partial[Status]:
+def prepare_training(config: Config, task: Task, device: torch.device) -> partial[Status]:
     optimizers = make_optimizers(config, task)
     steps, log_every = length_of(config, task)
+    warn_without_moves(optimizers.values(), steps)
     schedule = make_schedule(config)
-    return partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+    loop = partial(train, task, optimizers, steps=steps, log_every=log_every, schedule=schedule)
+    if config.speed == "fast" and device.type == "cuda" and uses_graphs(task, optimizers, schedule):
+        for optimizer in optimizers.values():
+            make_capturable(optimizer)
+        loop = partial(loop, take_step=GraphedSteps())
+    return loop
+
+
+def uses_graphs(
+    task: Task, optimizers: Mapping[str, torch.optim.Optimizer], schedule: Schedule | None
+) -> bool:
+    """Whether steps can be CUDA graphs; a graph keeps the learning rate of its capture."""
+    return task.capturable and schedule is None and all(map(can_be_captured, optimizers.values()))
+
+
+def warn_without_moves(optimizers: Iterable[torch.optim.Optimizer], steps: int) -> None:
+    """The first n steps of AdaShift only fill its window."""
+    n = max(group.get("n", 0) for opt in optimizers for group in opt.param_groups)
+    if n >= steps and is_first():
+        message(
+            f"warning: AdaShift does not move the parameters in this run: its first n={n} steps "
+            f"only fill the window, and the run has {steps}; set steps= or optimizer.n="
+        )
 
 
 def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:
@@ -230,7 +268,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def make_schedule(config: Config) -> Callable[[float], float] | None:
+def make_schedule(config: Config) -> Schedule | None:
     if config.schedule is None:
         return None
     schedule = build(config.schedule, "schedule")
@@ -238,4 +276,4 @@ def make_schedule(config: Config) -> Callable[[float], float] | None:
     if isinstance(schedule, partial):
         # Hydra's wrapper checks its target in every call, which takes longer than a small step.
         schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
-    return cast(Callable[[float], float], schedule)
+    return cast(Schedule, schedule)

@@ -19,6 +19,7 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.signals import answered_after_a_step, stop_request
 
 Losses = defaultdict[str, list[Tensor]]
+TakeStep = Callable[[Step | CustomStep, torch.optim.Optimizer], Tensor | None]
 
 
 class Log(Protocol):
@@ -38,6 +39,7 @@ class Training:
     optimizers: Mapping[str, torch.optim.Optimizer]
     record: Log
     progress: Progress = field(default_factory=lambda: Progress(shown=False))
+    take_step: TakeStep = lambda step, optimizer: step.take(optimizer)
     done: int = 0  # steps taken
     losses: Losses = field(default_factory=lambda: defaultdict(list))  # since the last record
 
@@ -69,7 +71,7 @@ class Training:
         return list(self.task.players().items())
 
     def take(self, step: Step | CustomStep) -> None:
-        loss = step.take(self.optimizers[step.player])
+        loss = self.take_step(step, self.optimizers[step.player])
         if loss is not None:
             self.losses[f"{step.player}/loss"].append(loss)
         self.task.after_step()
@@ -104,6 +106,7 @@ def train(
     steps: int,
     log_every: int,
     schedule: Callable[[float], float] | None = None,
+    take_step: TakeStep = lambda step, optimizer: step.take(optimizer),
     progress: Progress | None = None,
     load: Callable[[], dict[str, Any] | None] = lambda: None,
     checkpoint: Checkpoint | None = None,
@@ -115,7 +118,8 @@ def train(
     `schedule` maps the fraction of steps done to a factor of the learning rates. It resumes
     from the state that `load` returns, unless that is None.
     """
-    training = Training(task, optimizers, record, progress or Progress(shown=False))
+    shown = progress or Progress(shown=False)
+    training = Training(task, optimizers, record, shown, take_step)
     restore(training, load())
     training.progress.begin(steps, training.done, training.newest_losses)
     try:

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import active_children, get_context
 
 from experiments.config.errors import one_line_errors
+from experiments.config.gpus import count_gpus, runs_on_a_gpu
 from experiments.data.files import DataError
 from experiments.records.files import WriteError
 from experiments.records.record import KILLED
@@ -28,21 +29,25 @@ def execute_all(runs: Sequence[Run], title: str, tags: Tags = no_tags) -> None:
     """Train the runs that are not finished on this machine, as many at a time as it can take."""
     without_data.clear()
     with answered_at_once():
-        train_all(runs, engine_for([run for run in runs if run.needs_training], tags), title)
+        count = side_by_side([run for run in runs if run.needs_training])
+        train_all(runs, engine_for(count, tags), title, at_once=count)
 
 
-def engine_for(runs: Sequence[Run], tags: Tags) -> Engine:
-    count = side_by_side(runs)
+def engine_for(count: int, tags: Tags) -> Engine:
     return partial(in_turn, tags) if count == 1 else partial(in_pool, tags, count)
 
 
 def side_by_side(runs: Sequence[Run]) -> int:
-    """Return how many of these runs the cores can take at once."""
+    """Return how many of these runs the GPUs or the cores can take at once."""
     if all(run.config.scale == "smoke" for run in runs):
         return 1  # such a run takes less time than the start of a worker
-    on_cpu = all(device.pick_device(run.config.device).type == "cpu" for run in runs)
-    most = max((run.config.threads or device.ALL_THREADS for run in runs), default=1)
-    return max(1, min(device.ALL_THREADS // most, len(runs))) if on_cpu else 1
+    configs = [run.config for run in runs]
+    if all(device.pick_device(c.device).type == "cpu" for c in configs):
+        count = device.ALL_THREADS // max(c.threads or device.ALL_THREADS for c in configs)
+    else:
+        gpus = len({c.device for c in configs} - {"auto"}) or count_gpus()
+        count = gpus * min(runs_on_a_gpu(c.runs_per_gpu, c.gpu_memory) for c in configs)
+    return max(1, min(count, len(runs)))
 
 
 def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:

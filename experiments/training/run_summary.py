@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pandas as pd
 
 from experiments.config.build import import_target
+from experiments.config.paths import shown_path
 from experiments.progress import duration, number
 from experiments.records import archive
 from experiments.records.agreement import compare
@@ -93,8 +93,3 @@ def places(run: Run) -> list[str]:
 def is_measurement(run: Run) -> bool:
     target = import_target(run.config.task["_target_"], "task")
     return isinstance(target, type) and issubclass(target, Measurement)
-
-
-def shown_path(path: Path) -> str:
-    """Return the path as typed on the command line."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

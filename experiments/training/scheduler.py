@@ -22,6 +22,7 @@ from experiments.records.record import Record
 from experiments.records.run import Run
 from experiments.records.status import Status
 from experiments.records.tracking import prepare
+from experiments.training.forecast import forecast_lines
 from experiments.training.watch import Watch
 
 COMMANDS_SHOWN = 3  # commands of runs that failed for the same reason
@@ -62,12 +63,17 @@ class FailedRunsError(ConfigError):
         self.failures = failures
 
 
-def train_all(runs: Sequence[Run], engine: Engine, title: str) -> None:
-    """Train the runs that are not finished; report the failures at the end."""
+def train_all(runs: Sequence[Run], engine: Engine, title: str, at_once: int | None = None) -> None:
+    """Train the runs that are not finished; report the failures at the end.
+
+    `at_once` is how many runs the engine trains in parallel; None: as many as the cores allow.
+    """
     missing = [run for run in runs if run.needs_training]
     ready = f", {len(runs) - len(missing)} already finished" if len(missing) < len(runs) else ""
     scale = scale_notice(runs[0].config)
     print(f"{title}: {len(missing)} runs to train at {scale}{ready}", flush=True)
+    for line in forecast_lines(missing, at_once):
+        print(f"{title}: {line}", flush=True)
     prepare(run.config for run in missing)
     failures = dict[Path, RunOutcome]()
     with Watch(missing, title) as watch:
@@ -168,4 +174,4 @@ def describe(error: BaseException) -> str:
 def scale_notice(config: Config) -> str:
     """Return the scale, and how to get the paper's scale if it is another."""
     fix = "" if config.scale == "paper" else " (use scale=paper for the paper's size)"
-    return f"{config.scale} scale{fix}"
+    return f"{config.shown_scale} scale{fix}"

@@ -14,7 +14,7 @@ from multiprocessing import parent_process
 from types import FrameType
 from typing import NoReturn
 
-from experiments.progress import message
+from experiments.progress import drop_output, message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,6 +52,18 @@ def answered_after_a_step() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def closed_pipe() -> Iterator[None]:
+    """Inside, a closed pipe, as in `… | head`, ends the command without an error."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
+from experiments.config.paths import choices_of
+from experiments.tasks.mnist import LinearClassifier
 
 
 def test_without_a_gpu_it_stops_in_one_line(monkeypatch):
@@ -27,7 +29,50 @@ def test_page():
     checks = pd.DataFrame({"check": ["a", "b"], "error": [1e-9, math.nan], "tolerance": 1e-6})
     checks["passed"] = [True, False]
     times = pd.DataFrame({"list": ["one tensor"], "contender": ["Adam"], "ms per step": [1.5]})
-    text = gpu_check.page(checks, times, {"GPU": "none"})
+    text = gpu_check.page(checks, times, ["## Training"], {"GPU": "none"})
     assert "Checks passed: 1 of 2." in text and "| b | nan |" in text and "| a |" not in text
     assert "| one tensor | Adam | 1.5 |" in text
-    assert "closest" in gpu_check.page(checks[:1], times, {})
+    assert "closest" in gpu_check.page(checks[:1], times, [], {})
+
+
+def test_a_run_on_the_device_is_compared_with_one_on_the_cpu(monkeypatch):
+    """The CPU is the device here; without compiling, which takes most of the time."""
+    monkeypatch.setattr("experiments.training.speed.fast_settings", lambda device: {})
+    table = gpu_check.train_rows("cpu", ["mnist_lr", "resnet_cifar10", "lemma_2"])
+    assert list(table["speed"]) == ["exact", "fast"] * 3
+    assert (table["gap"] == 0).all() and table["passed"].all()
+    text = "\n\n".join(gpu_check.training_part(table, "run.py …: identical"))
+    assert (
+        "Runs within their tolerance: 6 of 6." in text and "| mnist_lr | exact | 0.0e+00 |" in text
+    )
+
+
+def test_a_wrong_result_and_a_failed_run_do_not_pass(monkeypatch):
+    usual, loss = LinearClassifier.steps, LinearClassifier.loss
+    runs = []
+
+    def shifted(self, rows):
+        return loss(self, rows) * (1 + 0.01 * (len(runs) == 2))  # 1 % off in the exact run
+
+    def counted(self):
+        runs.append(self)
+        if len(runs) == 3:
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+        return usual(self)
+
+    monkeypatch.setattr(LinearClassifier, "loss", shifted)
+    monkeypatch.setattr(LinearClassifier, "steps", counted)
+    exact, fast = gpu_check.train_rows("cpu", ["mnist_lr"]).to_dict("records")
+    assert not exact["passed"] and 0.005 < exact["gap"] < 0.05
+    assert not fast["passed"] and math.isnan(fast["gap"])
+    assert (
+        fast["outcome"]
+        == "failed: RuntimeError: CUDA error: an illegal instruction was encountered"
+    )
+
+
+@pytest.mark.slow
+def test_every_experiment_and_a_published_run_are_compared(monkeypatch):
+    monkeypatch.setattr("experiments.training.speed.fast_settings", lambda device: {})
+    assert gpu_check.train_rows("cpu", choices_of("experiment"))["passed"].all()
+    assert "different" not in gpu_check.published_agreement("cpu")

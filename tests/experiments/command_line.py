@@ -17,8 +17,7 @@ def run_py(*words):
         patch.setattr(sys, "argv", ["run.py", *words])
         patch.setenv("HYDRA_FULL_ERROR", "1")  # as run.py sets it: Hydra raises its errors
         try:
-            with program.clean_exit():
-                program.main()
+            program.start()
         except SystemExit as leaving:
             return leaving.code
         finally:

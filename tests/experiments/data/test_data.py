@@ -20,7 +20,7 @@ import torch
 from experiments.config.build import build
 from experiments.config.paths import ROOT
 from experiments.data import batches, files, mnist
-from experiments.data.batches import Batches, generator
+from experiments.data.batches import Batches, generator, in_one_copy, moved
 from experiments.data.files import DataError, Download, FileSet, NpmPackage, data_folders, fetch
 from tests.experiments.command_line import run_py
 
@@ -49,6 +49,7 @@ def file_set(*sources, kind="md5"):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -242,6 +243,13 @@ def test_a_read_only_cache_raises(monkeypatch, tmp_path):
     assert "ADASHIFT_DATA" in message and source.asked == []
 
 
+def test_a_folder_that_does_not_exist_raises_and_is_not_created(monkeypatch, tmp_path):
+    monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "typo"))
+    with pytest.raises(DataError, match=r"typo: No such file or directory\): create one or"):
+        fetch(file_set(FakeSource()))
+    assert not (tmp_path / "typo").exists()
+
+
 def test_the_next_folder_is_used_if_a_disk_is_read_only(monkeypatch, tmp_path):
     real = files.tempfile.TemporaryFile
 
@@ -250,6 +258,8 @@ def test_the_next_folder_is_used_if_a_disk_is_read_only(monkeypatch, tmp_path):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return real(dir=dir)
 
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/one")
     with pytest.raises(DataError, match="Read-only file system"):
@@ -325,6 +335,7 @@ def test_several_processes_download_once(tmp_path):
         path = fetch(FileSet("letters", "some", sums, lambda: [Slow()]))["a"]
         assert path.read_bytes() == b"first file"
     """
+    (tmp_path / "cache").mkdir()
     env = os.environ | {"ADASHIFT_DATA": str(tmp_path / "cache")}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     running = [
@@ -452,6 +463,17 @@ def test_batches_resume_in_the_middle_of_an_epoch(done):
 def test_an_invalid_batch_size_raises(size):
     with pytest.raises(ValueError, match=rf"batch is {size}; expected 1 to 100"):
         Batches(100, size, generator(0, "order"), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_one_copy_moves_the_tensors_of_all_steps(dtype):
+    shapes = [[(3,), (2, 4, 1)], [(0,), (2, 1)], [(), (5,)], []]
+    steps = [tuple(torch.randn(shape).to(dtype) for shape in step) for step in shapes]
+    copied = in_one_copy(steps, CPU)
+    assert len(copied) == 4 and moved(steps, CPU) is steps
+    for ours, theirs in zip(steps, copied, strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert in_one_copy([(), ()], CPU) == [(), ()]
 
 
 def test_each_purpose_and_seed_has_its_own_generator():

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -125,10 +126,9 @@ def slowly(some, rows, padding, flip, fill, source):
 def test_a_batch_equals_the_slow_reference(padding, flip):
     some, rows = numbered(50), torch.randint(50, (40,))
     before = some.pixels.clone()
-    augment = Augment(some, padding, flip, (1, 2, 3), generator(0, "noise"))
-    slow_source = generator(0, "noise")
-    for _ in range(3):
-        batch = augment(rows)
+    augment, slow_source = Augment(some, padding, flip, (1, 2, 3)), generator(0, "noise")
+    for drawn in augment.draw_epoch(3, 40, generator(0, "noise")):
+        batch = augment(rows, *drawn)
         assert batch.dtype == torch.uint8 and batch.is_contiguous()
         assert torch.equal(batch, slowly(some, rows, padding, flip, (1, 2, 3), slow_source))
     assert torch.equal(some.pixels, before)
@@ -139,8 +139,9 @@ def test_draws_are_independent_and_uniform():
     height, width, count = 5, 7, 18 * 1000
     grid = torch.arange(1, 1 + height * width).view(height, width).byte()
     some = Images(grid.expand(1, 3, height, width).contiguous(), torch.zeros(1).long())
-    augment = Augment(some, 1, True, 0, generator(0, "noise"))
-    batch = augment(torch.zeros(count, dtype=torch.int64))
+    augment = Augment(some, 1, True, 0)
+    drawn = augment.draw(count, generator(0, "noise"))
+    batch = augment(torch.zeros(count, dtype=torch.int64), *drawn)
     assert torch.equal(batch[:, 0], batch[:, 1]) and torch.equal(batch[:, 0], batch[:, 2])
     place = (batch[:, 0] == grid[2, 3]).flatten(1).int().argmax(1)
     mirrored = batch[:, 0].flatten(1).gather(1, place[:, None] + 1)[:, 0] < grid[2, 3]
@@ -154,25 +155,26 @@ def test_draws_are_independent_and_uniform():
 
 def test_the_same_generator_state_gives_the_same_batch():
     source = generator(0, "noise")
-    augment = Augment(numbered(50), 2, True, 0, source)
+    augment = Augment(numbered(50), 2, True, 0)
     state, rows = source.get_state(), torch.arange(50)
-    first, second = augment(rows), augment(rows)
+    first, second = (augment(rows, *augment.draw(50, source)) for _ in range(2))
     source.set_state(state)
-    assert torch.equal(augment(rows), first) and not torch.equal(first, second)
+    assert torch.equal(augment(rows, *augment.draw(50, source)), first)
+    assert not torch.equal(first, second)
 
 
 def test_without_padding_and_flip_images_are_only_selected():
     source, some, rows = generator(0, "noise"), numbered(9), torch.tensor([3, 3, 8])
     state = source.get_state()
-    assert torch.equal(Augment(some, 0, False, 0, source)(rows), some.pixels[rows])
+    augment = Augment(some, 0, False, 0)
+    assert torch.equal(augment(rows, *augment.draw(3, source)), some.pixels[rows])
     assert torch.equal(source.get_state(), state)
 
 
 @pytest.mark.parametrize("fill", [9, [9], (9, 9, 9), torch.full((3,), 9, dtype=torch.uint8)])
 def test_the_padding_has_one_value_or_three(fill):
-    batch = Augment(
-        Images(numbered(9).pixels * 0, torch.arange(9)), 3, False, fill, generator(0, "noise")
-    )(torch.arange(9))
+    augment = Augment(Images(numbered(9).pixels * 0, torch.arange(9)), 3, False, fill)
+    batch = augment(torch.arange(9), *augment.draw(9, generator(0, "noise")))
     assert batch.unique().tolist() == [0, 9]
 
 
@@ -188,7 +190,7 @@ def test_the_padding_has_one_value_or_three(fill):
 )
 def test_invalid_augmentation_settings_raise(padding, fill, words):
     with pytest.raises(ValueError, match=words):
-        Augment(numbered(2), padding, False, fill, generator(0, "noise"))
+        Augment(numbered(2), padding, False, fill)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -196,8 +198,12 @@ def test_a_gpu_gives_the_same_batch():
     some, gpu = numbered(50), torch.device("cuda")
     there = Images(some.pixels.to(gpu), some.labels.to(gpu))
     rows = torch.arange(50)
-    here = Augment(some, 2, True, (1, 2, 3), generator(0, "noise"))(rows)
-    batch = Augment(there, 2, True, (1, 2, 3), generator(0, "noise"))(rows.to(gpu))
+    here, batch = (
+        augment(rows.to(device), *augment.draw_epoch(1, 50, generator(0, "noise"))[0])
+        for device, augment in (
+            (CPU, Augment(some, 2, True, (1, 2, 3))), (gpu, Augment(there, 2, True, (1, 2, 3))),
+        )
+    )  # fmt: skip
     assert torch.equal(batch.cpu(), here)
     both = Standardise.of(some)(here), Standardise.of(there)(batch).cpu()
     torch.testing.assert_close(*both)
@@ -221,7 +227,7 @@ def test_generated_images_are_learned_in_a_few_dozen_steps():
     torch.manual_seed(0)
     data = generate_images(CPU)
     standardise = Standardise.of(data.train)
-    augment = Augment(data.train, 4, True, standardise.zero, generator(0, "noise"))
+    augment, source = Augment(data.train, 4, True, standardise.zero), generator(0, "noise")
     net = nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(),
@@ -230,7 +236,8 @@ def test_generated_images_are_learned_in_a_few_dozen_steps():
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for step in range(48):
         rows = torch.arange(step * 64, (step + 1) * 64) % 512
-        loss = F.cross_entropy(net(standardise(augment(rows))), data.train.labels[rows])
+        images = augment(rows, *augment.draw(64, source))
+        loss = F.cross_entropy(net(standardise(images)), data.train.labels[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -672,6 +679,7 @@ BAD_TINY = {
 def test_an_invalid_tiny_imagenet_raises_and_leaves_no_files(tmp_path, monkeypatch, form, bad):
     changes, words = BAD_TINY[bad]
     monkeypatch.setenv("ADASHIFT_DATA", f"{tmp_path}/cache{os.pathsep}{tmp_path}/there")
+    (tmp_path / "cache").mkdir()
     path = put_tiny(tmp_path / "there", changed(**changes), form)
     with pytest.raises(DataError, match=words) as error:
         load_tiny()

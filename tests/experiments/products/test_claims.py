@@ -28,7 +28,9 @@ class FakeRun:
     config: SimpleNamespace = field(init=False)
 
     def __post_init__(self):
-        self.config = SimpleNamespace(seed=self.seed, scale="paper", digest=lambda: f"{self.value}")
+        self.config = SimpleNamespace(
+            seed=self.seed, shown_scale="paper", digest=lambda: f"{self.value}"
+        )
 
     def metrics(self):
         return pd.DataFrame(
@@ -265,3 +267,16 @@ def test_falls_on_a_grid_are_counted_along_one_axis():
     falls_with_beta2 = grid([[4, 5], [1, 5]])
     assert summaries.falls_along_beta1(falls_with_beta2, "x") == 0
     assert summaries.falls_along_beta2(falls_with_beta2, "x") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("verdict", "scale", "words"),
+    [
+        ("fails", "desktop", "fails at desktop scale"),
+        ("inconclusive", "laptop and paper", "inconclusive at laptop scale"),
+        ("fails", "paper", "fails"),
+        ("holds", "desktop", "holds"),
+    ],
+)
+def test_a_verdict_names_a_scale_that_may_be_too_small(verdict, scale, words):
+    assert claims.said({"verdict": verdict, "scale": scale, "records": "own"}) == words

@@ -16,6 +16,7 @@ from experiments import __main__ as cli
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import CONF, ROOT, choices_of
+from experiments.config.schema import SCALES
 from experiments.products import make, style
 from experiments.products import specs as specs_module
 from experiments.products.schema import Comparison
@@ -90,12 +91,13 @@ def test_the_csv_holds_what_is_plotted(results):
 def test_another_scale_does_not_replace_the_usual_product(results):
     config = compose(["experiment=counterexample_stochastic", f"results={results}"])
     names = {}
-    for scale, cpu_scale in product(["paper", "laptop", "smoke"], ["paper", "laptop"]):
+    for scale, cpu_scale in product(SCALES, ["paper", "laptop"]):
         run = Run(config.model_copy(update={"scale": scale, "cpu_scale": cpu_scale}))
         names[scale, cpu_scale] = make.place({"a": [run]}, "figures/figure-01").name
     assert names["paper", "paper"] == names["laptop", "laptop"] == "figure-01"
     assert names["laptop", "paper"] == "figure-01-laptop"
     assert names["smoke", "paper"] == "figure-01-smoke"
+    assert names["desktop", "paper"] == names["desktop", "laptop"] == "figure-01-desktop"
 
 
 def test_force_trains_the_runs_of_a_figure_again(results, capsys):

@@ -118,6 +118,9 @@ def test_the_headline_and_the_answer_count_the_verdicts():
         "1 fails, 1 is inconclusive. 1 of the 2 that do not hold were tested at laptop scale, with "
         "small networks and little data, and may hold at paper scale."
     )
+    both = [verdict("fails", "desktop"), verdict("fails", "laptop and paper")]
+    assert "2 of the 2 that do not hold were tested at desktop or laptop scale" in answer(both)
+    assert "at desktop scale, with smaller networks, and may hold" in answer(both[:1])
     assert headline([verdict("holds")] * 2) == "2 of 2 claims hold"
     assert answer([verdict("holds")]) == ""
     assert answer([verdict("holds"), verdict("not run")]) == "1 has not been run."

@@ -205,7 +205,7 @@ def load(tmp_path, monkeypatch, kind, text):
         (
             "experiment=counterexample_stochastic",
             "experiment=nosuch",
-            "experiment=nosuch is unknown: choose one of",
+            "experiment=nosuch is unknown: ",
         ),
         ("panels:", "rows: []\npanles:", "panles is unknown; allowed are panels, "),
         ("panels:\n", "panels: [curves]\nnote: >\n", "panels[0]=curves is invalid: expected a map"),

@@ -8,8 +8,9 @@ import pytest
 from experiments import __main__ as cli
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.products import specs, status
+from experiments.products import specs
 from experiments.products.specs import load_spec
+from experiments.records import estimate
 from experiments.records.files import locked
 from experiments.records.run import Run
 from experiments.training.execute import execute
@@ -33,7 +34,7 @@ def ask(tmp_path, monkeypatch, capsys):
     words = [f"results={tmp_path / 'results'}", "scale=smoke", "tracking=off"]
 
     def ask(*names):
-        status.finished.cache_clear()
+        estimate.timings.cache_clear()
         capsys.readouterr()
         cli.main(["status", *names, *words])
         return capsys.readouterr().out.splitlines()
@@ -91,15 +92,15 @@ def test_the_time_left_is_estimated_from_similar_runs(ask, monkeypatch):
     adam, _, adashift, _ = ask.runs
     execute(adam)
     change(adam, seconds=300, machine={"system": "another"})
-    # Only another machine is known: three runs of 300 s, two at a time.
-    assert ask()[0].endswith("; about 7.5 min left")
+    # Only another machine is known: three runs of 300 s; smoke runs are trained one by one.
+    assert ask()[0].endswith("; about 15 min left")
     execute(adashift)
     change(adashift, seconds=100)
     # This machine is preferred, even with another optimizer: 100 s each.
-    assert ask()[0].endswith("; about 1.7 min left")
+    assert ask()[0].endswith("; about 3.3 min left")
     change(adam, machine=json.loads((adashift.folder / "run.json").read_text())["machine"])
     # Both optimizers are known on this machine: 300 s and 100 s.
-    assert ask()[0].endswith("; about 3.3 min left")
+    assert ask()[0].endswith("; about 6.7 min left")
 
 
 def test_runs_that_no_figure_uses_are_listed_too(ask):
@@ -118,10 +119,3 @@ def test_runs_that_no_figure_uses_are_listed_too(ask):
 def test_an_unknown_name_is_an_error(ask, word, message):
     with pytest.raises(ConfigError, match=message):
         ask(word)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.5, "0.5 s"), (59, "59 s"), (90, "1.5 min"), (90000, "1 d")]
-)
-def test_a_duration_has_one_unit(seconds, words):
-    assert status.rough_duration(seconds) == words

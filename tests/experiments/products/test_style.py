@@ -71,7 +71,9 @@ def test_the_measure_finds_the_pair_that_is_known_to_be_bad():
 def test_any_two_optimizers_can_be_told_apart(eye):
     colors = {name: style["color"] for name, style in styles().items()}
     for a, b in combinations(colors, 2):
-        assert distance(colors[a], colors[b], eye) > 12, (a, b)
+        first, second = looks_of([(a, {}), (b, {})])
+        assert first.dashes != second.dashes or colors[a] != colors[b], (a, b)
+        assert distance(first.color, second.color, eye) > 12, (a, b)
     assert all(distance(color, "#ffffff", eye) > 20 for color in colors.values())
 
 

@@ -214,7 +214,7 @@ def test_the_penalty_of_a_zero_gradient_has_finite_derivatives():
 def slow_loss(task, rows, stored):
     """Return the critic's loss, image by image, with the same random numbers as the task."""
     source = torch.Generator()
-    source.set_state(task.noise.get_state())
+    source.set_state(task.noise.before)
     noise = torch.randn(len(rows), 10, generator=source)
     parts = torch.rand(len(rows), generator=source)
     loss, points = 0.0, []
@@ -245,7 +245,7 @@ def test_objectives_match_the_slow_loss(experiment, objective):
         task.objective.stored = stored
     expected = slow_loss(task, rows, stored)
     gradients = torch.autograd.grad(expected, list(task.critic.parameters()))
-    loss = task.critic_loss(rows)
+    loss = task.critic_loss(rows, *next(iter(task.noise)))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     found = torch.autograd.grad(loss, list(task.critic.parameters()))
     torch.testing.assert_close(flat(found), flat(gradients), rtol=1e-3, atol=1e-2)
@@ -320,10 +320,11 @@ def test_a_step_updates_only_its_player():
 def test_the_generator_learns_to_raise_its_score():
     task = task_of("wgan_gp")
     optimizer = torch.optim.Adam(task.generator.parameters(), lr=1e-4)
-    before = task.generator_loss()
+    noise = task.sample_noise
+    before = task.generator_loss(noise)
     for _ in range(10):
-        Step("generator", task.generator_loss).take(optimizer)
-    assert task.generator_loss() < before - 0.1
+        Step("generator", partial(task.generator_loss, noise)).take(optimizer)
+    assert task.generator_loss(noise) < before - 0.1
 
 
 def test_a_fixed_generator_never_changes_and_does_not_depend_on_the_seed():
@@ -351,18 +352,18 @@ def test_a_fixed_generator_can_be_pretrained():
     random = task_of("wgan_critic")
     assert torch.equal(weights(task), weights(random))  # the critic is untrained
     assert not torch.equal(flat(task.generator.parameters()), flat(random.generator.parameters()))
-    assert torch.equal(task.noise.get_state(), again.noise.get_state())
+    assert torch.equal(task.noise.before, again.noise.before)
 
 
 def test_images_are_centred_and_noise_is_on_the_sphere():
     task = task_of("wgan_gp")
     values = task.images(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     assert values.flatten().tolist() == [-127.5 / 128, 127.5 / 128]
-    torch.testing.assert_close(task.draw(50).norm(dim=1), torch.ones(50))
-    ends = torch.zeros(99, 3, 8, 8), torch.ones(99, 3, 8, 8)
-    points = task.between(*ends)
-    assert all(p.min() == p.max() for p in points)  # one random number per image
-    assert 0 < points.min() < 0.1 and 0.9 < points.max() < 1
+    critic = [drawn for drawn in task.noise.epoch if len(drawn) == 2]
+    noise, parts = (torch.cat(drawn) for drawn in zip(*critic, strict=True))
+    torch.testing.assert_close(noise.norm(dim=1), torch.ones(len(noise)))
+    assert parts.shape == (len(noise), 1, 1, 1)  # one random number per image
+    assert 0 <= parts.min() < 0.1 and 0.9 < parts.max() < 1
 
 
 def test_samples_are_one_picture():
@@ -387,9 +388,9 @@ def test_samples_are_kept_in_the_record_and_in_wandb(tmp_path):
 
 def test_evaluation_changes_nothing():
     task = task_of("wgan_critic")
-    before = task.noise.get_state()
+    before = task.noise.source.get_state()
     assert task.evaluate() == task.evaluate()
-    assert torch.equal(before, task.noise.get_state())
+    assert torch.equal(before, task.noise.source.get_state())
     real, fake = task.images(task.data.test.pixels), task.generated(task.test_noise)
     distance = (task.critic(real) - task.critic(fake)).mean().item()
     slope = slopes_of(task.critic, (real + fake) / 2).mean().item()

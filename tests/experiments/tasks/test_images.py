@@ -213,6 +213,7 @@ def test_settings_for_speed_compute_the_same(option, tolerance):
 
 def test_own_images(tmp_path, monkeypatch):
     """Run the example of the documentation."""
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     for name in ("cats", "dogs"):

@@ -17,7 +17,7 @@ from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.data import files, translation
-from experiments.data.batches import generator
+from experiments.data.batches import Epochs, generator
 from experiments.data.files import DataError
 from experiments.data.text import (
     END,
@@ -32,7 +32,7 @@ from experiments.data.text import (
 )
 from experiments.data.translation import generate_sentences, load_multi30k, load_sentences
 from experiments.models.beam import beam_search
-from experiments.models.seq2seq import Translator
+from experiments.models.seq2seq import Lengths, Translator
 from experiments.records.run import Run
 from experiments.schedules import halvings
 from experiments.task import Step
@@ -61,6 +61,20 @@ def sentences(*lengths, words=11, seed=0):
     return Sentences.of(
         [torch.randint(3, words, (n,), generator=source).tolist() for n in lengths], CPU
     )
+
+
+def one_of(sentences, row):
+    length = int(sentences.lengths[row])
+    return Sentences(sentences.tokens[row : row + 1, :length], sentences.lengths[row : row + 1])
+
+
+def run(net, source, words):
+    return net(source.tokens, Lengths.of(source.lengths), words)
+
+
+def loss_of(task, rows):
+    (batch,) = task.batches_of(task.data.train, [rows])
+    return task.loss(batch)
 
 
 def config_of(*overrides):
@@ -226,7 +240,6 @@ def test_targets_have_start_and_end_and_are_padded_with_end():
     assert pairs.source.tokens.tolist() == [[3, 4, 5], [4, END, END]]
     assert pairs.target.tokens.tolist() == [[START, 3, END, END], [START, 4, 3, END]]
     assert pairs.target.lengths.tolist() == [3, 4]
-    assert pairs.source[torch.tensor([1])].tokens.tolist() == [[4]]
 
 
 def test_limits_select_the_first_pairs(tmp_path):
@@ -316,7 +329,8 @@ def refuse(*_, **__):
 
 
 def buckets(lengths, size, seed=0):
-    return Buckets(torch.tensor(lengths), 5, 10, size, generator(seed, "order"))
+    made = Buckets(torch.tensor(lengths), 5, 10, size)
+    return Epochs(generator(seed, "order"), made.draw_epoch)
 
 
 LENGTHS = [length for length in range(1, 51) for _ in range(3)]
@@ -356,6 +370,19 @@ def test_batches_resume_in_the_middle_of_an_epoch(spent):
 
 def test_a_batch_is_at_most_the_full_set():
     assert sorted(epoch(buckets([3, 4, 5], 64))[0].tolist()) == [0, 1, 2]
+
+
+def test_a_batch_is_padded_to_its_longest_sentences():
+    source, target = Vocabulary.of_text(["a b c"]), Vocabulary.of_text(["x y"])
+    lines = [("a b c", "x y x y"), ("b", "y x"), ("c a", "x")]
+    task = small_task(
+        translation.Corpus(*[Pairs.of(lines, source, target, CPU)] * 3, source, target)
+    )
+    whole, part = task.batches_of(task.data.train, [torch.arange(3), torch.tensor([1, 2])])
+    assert whole.source.shape == (3, 3) and whole.target.shape == (3, 6)
+    assert part.source.tolist() == [[4, END], [5, 3]] and part.lengths.order.tolist() == [1, 0]
+    assert part.target.tolist() == [[START, 4, 3, END], [START, 3, END, END]]
+    assert part.target[:, 1:].t().flatten()[part.words].tolist() == [4, 3, 3, END, END]
 
 
 # The network
@@ -425,7 +452,7 @@ def test_the_network_matches_the_tutorials_equations_sentence_by_sentence(tanh):
     net = net_of(tanh=tanh)
     net.scale.data.fill_(1.7)
     source, words = sentences(4, 1, 7, 3), torch.randint(9, (4, 5))
-    vectors = net(source.tokens, source.lengths, words)
+    vectors = run(net, source, words)
     assert vectors.shape == (5, 4, 6)
     for row, length in enumerate(source.lengths):
         alone = slowly(net, source.tokens[row, :length], words[row])
@@ -437,15 +464,17 @@ def test_padding_changes_nothing():
     other = source.tokens.clone()
     other[1, 2:] = 7
     longer = F.pad(source.tokens, (0, 3), value=5)
-    outputs = [net(tokens, source.lengths, words) for tokens in (source.tokens, other, longer)]
+    outputs = [
+        net(tokens, Lengths.of(source.lengths), words) for tokens in (source.tokens, other, longer)
+    ]
     assert torch.equal(outputs[0], outputs[1])
     torch.testing.assert_close(outputs[0], outputs[2])
 
 
 def test_word_by_word_equals_all_words_at_once():
     net, source, words = net_of(), sentences(4, 2, 6), torch.randint(9, (3, 5))
-    state = net.encode(source.tokens, source.lengths)
-    at_once = net.output(net(source.tokens, source.lengths, words)).log_softmax(-1)
+    state = net.encode(source.tokens, Lengths.of(source.lengths))
+    at_once = net.output(run(net, source, words)).log_softmax(-1)
     for time, column in enumerate(words.t()):
         scores, state = net.advance(column[:, None], state)
         assert scores.shape == (3, 1, 9)
@@ -454,7 +483,7 @@ def test_word_by_word_equals_all_words_at_once():
 
 def test_beams_are_independent_and_can_be_selected():
     net, source = net_of(), sentences(4, 2, 6)
-    state = net.encode(source.tokens, source.lengths)
+    state = net.encode(source.tokens, Lengths.of(source.lengths))
     _, state = net.advance(torch.full((3, 1), START), state)
     chosen, beams = torch.tensor([2, 0]), torch.zeros(2, 3, dtype=torch.int64)
     words = torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -468,12 +497,12 @@ def test_beams_are_independent_and_can_be_selected():
 
 def test_dropout_is_active_only_in_training():
     net, source, words = net_of(dropout=0.5), sentences(4, 2), torch.randint(9, (2, 5))
-    assert not torch.equal(*(net(source.tokens, source.lengths, words) for _ in range(2)))
+    assert not torch.equal(*(run(net, source, words) for _ in range(2)))
     net.eval()
-    assert torch.equal(*(net(source.tokens, source.lengths, words) for _ in range(2)))
+    assert torch.equal(*(run(net, source, words) for _ in range(2)))
     torch.testing.assert_close(
-        net(source.tokens, source.lengths, words),
-        net_of()(source.tokens, source.lengths, words),
+        run(net, source, words),
+        net_of()(source.tokens, Lengths.of(source.lengths), words),
     )
 
 
@@ -482,7 +511,7 @@ def test_dropout_is_active_only_in_training():
 
 def found(net, source, width, limits=None):
     net.eval()
-    state = net.encode(source.tokens, source.lengths)
+    state = net.encode(source.tokens, Lengths.of(source.lengths))
     limits = 2 * source.lengths if limits is None else limits
     return beam_search(net.advance, state, limits, width, START, END)
 
@@ -491,7 +520,7 @@ def score_of(net, source, words):
     """Return the log-probability of a sentence by teacher forcing."""
     given = torch.tensor([[START, *words[:-1]]])
     with torch.no_grad():
-        scores = net.output(net(source.tokens, source.lengths, given)).log_softmax(-1)[:, 0]
+        scores = net.output(run(net, source, given)).log_softmax(-1)[:, 0]
     return float(scores[range(len(words)), words].sum())
 
 
@@ -500,7 +529,7 @@ def greedily(net, source, limit):
     words = []
     while len(words) < limit and END not in words:
         given = torch.tensor([[START, *words]])
-        words.append(int(net.output(net(source.tokens, source.lengths, given))[-1, 0].argmax()))
+        words.append(int(net.output(run(net, source, given))[-1, 0].argmax()))
     return words
 
 
@@ -510,7 +539,7 @@ def test_one_beam_is_greedy_and_ten_are_better():
     source = sentences(*range(1, 9), *range(1, 9))
     one, ten = found(net, source, 1), found(net, source, 10)
     for row, (narrow, wide) in enumerate(zip(one, ten, strict=True)):
-        alone = source[torch.tensor([row])]
+        alone = one_of(source, row)
         assert narrow.words == greedily(net, alone, 2 * int(alone.lengths))
         for each in (narrow, wide):
             assert each.score == pytest.approx(score_of(net, alone, each.words), abs=1e-4)
@@ -532,9 +561,7 @@ def test_enough_beams_find_the_most_likely_sentence(seed):
     ]
     assert len(every) == 1 + 3 + 9 * 4
     for row, best in enumerate(found(net, source, 64, torch.tensor([3, 3]))):
-        scores = {
-            tuple(words): score_of(net, source[torch.tensor([row])], words) for words in every
-        }
+        scores = {tuple(words): score_of(net, one_of(source, row), words) for words in every}
         likeliest = max(scores, key=lambda words: scores[words])
         assert tuple(best.words) == likeliest
         assert best.score == pytest.approx(scores[likeliest], abs=1e-5)
@@ -575,7 +602,7 @@ def test_a_translation_does_not_depend_on_the_rest_of_the_batch():
     net, source = net_of(), sentences(*range(1, 8))
     together = found(net, source, 4)
     for row in range(7):
-        (alone,) = found(net, source[torch.tensor([row])], 4)
+        (alone,) = found(net, one_of(source, row), 4)
         assert alone.words == together[row].words
         assert alone.score == pytest.approx(together[row].score, abs=1e-5)
 
@@ -660,10 +687,10 @@ def small_task(corpus, units=16, beam=2, bleu_sentences=None):
 def test_the_loss_is_summed_over_words_and_averaged_over_sentences():
     task = task_of("model.dropout=0")
     rows = torch.tensor([5, 17, 3])
-    parts = [task.loss(row[None]) for row in rows]
-    torch.testing.assert_close(task.loss(rows), torch.stack(parts).mean())
-    source, target = (side[rows[:1]] for side in (task.data.train.source, task.data.train.target))
-    words = target.tokens[0, : target.lengths[0]].tolist()
+    parts = [loss_of(task, row[None]) for row in rows]
+    torch.testing.assert_close(loss_of(task, rows), torch.stack(parts).mean())
+    source, target = (one_of(s, 5) for s in (task.data.train.source, task.data.train.target))
+    words = target.tokens[0].tolist()
     assert float(parts[0].detach()) == pytest.approx(
         -score_of(task.net, source, words[1:]), rel=1e-5
     )
@@ -674,7 +701,7 @@ def test_an_untrained_network_is_at_chance_and_every_parameter_has_a_gradient():
     task = task_of("model.init=0.001", "model.dropout=0")
     chance = math.log(len(task.data.target))
     assert task.evaluate()["dev_loss"] == pytest.approx(chance, rel=1e-2)
-    task.loss(torch.arange(20)).backward()
+    loss_of(task, torch.arange(20)).backward()
     assert all(p.grad is not None and not p.grad.is_sparse for p in task.net.parameters())
 
 
@@ -758,7 +785,7 @@ def test_the_seed_determines_start_and_order():
     first, again, other = (task_of(seed=seed) for seed in (0, 0, 1))
     assert torch.equal(weights(first), weights(again))
     assert not torch.equal(weights(first), weights(other))
-    rows = [torch.cat(epoch(task.batches)) for task in (first, again, other)]
+    rows = [torch.cat([b.rows for b in epoch(task.batches)]) for task in (first, again, other)]
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
 
 

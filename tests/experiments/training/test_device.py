@@ -104,16 +104,39 @@ def test_every_run_on_a_machine_has_its_own_gpu(four_gpus):
     with ExitStack() as held:
         taken = [held.enter_context(device_for("auto")).index for _ in range(4)]
         assert taken == [0, 1, 2, 3]
-        with device_for("auto") as shared:
-            assert shared == torch.device("cuda")  # more runs than GPUs
         with device_for("cuda:2") as chosen:
             assert chosen.index == 2
     with device_for("auto") as free_again:
         assert free_again.index == 0
 
 
+def test_runs_that_share_gpus_are_spread_over_them(four_gpus):
+    with ExitStack() as held:
+        taken = [held.enter_context(device_for("auto", 2)).index for _ in range(8)]
+        assert taken == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_run_waits_for_a_free_gpu(four_gpus, monkeypatch):
+    first, others, said = ExitStack(), ExitStack(), []
+    first.enter_context(device_for("auto"))
+    for _ in range(3):
+        others.enter_context(device_for("auto"))
+    monkeypatch.setattr(device.time, "sleep", lambda seconds: first.close())
+    with others, device_for("auto", 1, said.append) as free:
+        assert free.index == 0
+    (line,) = said
+    assert line.startswith("waiting: each of 4 GPUs has 1 runs; set runs_per_gpu=2")
+
+
+def test_processes_of_torchrun_do_not_share_a_gpu(four_gpus, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with device_for("auto", 3) as one, device_for("auto", 3) as again:  # does not wait
+        assert one.index == again.index == 2
+
+
 def test_a_machine_without_a_gpu_uses_its_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with device_for("auto") as device:
-        assert device.type == "cpu"
+    with device_for("auto") as found:
+        assert found.type == "cpu"

@@ -48,6 +48,19 @@ def test_the_number_of_workers_depends_on_the_cores(
     assert side_by_side(runs(tmp_path, f"threads={threads}")) == expected
 
 
+@pytest.mark.parametrize(
+    ("gpus", "words", "expected"),
+    [(1, [], 4), (2, [], 6), (2, ["runs_per_gpu=1"], 2), (1, ["runs_per_gpu=3"], 3),
+     (2, ["device=cuda:1", "runs_per_gpu=2"], 2)],
+)  # fmt: skip
+def test_the_number_of_workers_depends_on_the_gpus(tmp_path, monkeypatch, gpus, words, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("experiments.training.pool.count_gpus", lambda: gpus)
+    monkeypatch.setattr("experiments.config.gpus.memory_of_a_gpu", lambda: 24.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert side_by_side(runs(tmp_path, *words, seeds=range(6))) == expected
+
+
 def test_smoke_runs_need_no_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "ALL_THREADS", 2)
     assert side_by_side(runs(tmp_path, "scale=smoke")) == 1
@@ -79,6 +92,7 @@ def test_a_run_that_kills_its_worker_does_not_stop_the_others(tmp_path, monkeypa
 
 def test_missing_data_stop_only_the_runs_that_need_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mnist, "MNIST_FILES", replace(mnist.MNIST_FILES, sources=list))
+    (tmp_path / "data").mkdir()
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "data"))
     mnist.load_mnist.cache_clear()
     target = "data._target_=experiments.data.mnist.load_mnist"

@@ -101,7 +101,7 @@ def test_a_sweep_without_runs_is_reported(sweep, seeds):
 
 
 def test_runs_without_a_name_is_reported():
-    with pytest.raises(ConfigError, match="runs= is empty: give figure-4"):
+    with pytest.raises(ConfigError, match="runs= is empty: expected figure-4"):
         ListedSweeper({}, []).jobs(["runs="])
 
 
