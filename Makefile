@@ -14,7 +14,7 @@ READY   := $(VENV)/.installed
 NUMBERED := $(shell seq 1 24)
 OTHER   := $(filter-out _% 0% 1% 2%,$(patsubst conf/figure/%.yaml,%,$(sort $(wildcard conf/figure/*.yaml))))
 FIGURES := $(addprefix figure-,$(NUMBERED) $(OTHER))
-TABLES  := $(addprefix table-,$(shell seq 1 9))
+TABLES  := $(addprefix table-,$(shell seq 1 9) s4)
 SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
 MAKEFLAGS += --no-print-directory
@@ -37,7 +37,7 @@ WORDS = $(if $(EXTRA),--extra "$(EXTRA)") scale=$(SCALE) $(filter-out records=ow
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments figure $* $(WORDS)
 
-##   table-1 … table-9      write a table to results/tables/
+##   table-1 … table-9      write a table to results/tables/; table-s4 asks why translation goes against AdaShift
 $(TABLES): table-%: $(READY)
 	@$(PY) -m experiments table $* $(WORDS)
 

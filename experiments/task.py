@@ -63,6 +63,10 @@ class Task(ABC):
     def players(self) -> dict[str, list[torch.nn.Parameter]]:
         """Name → parameters; each player gets its own optimizer."""
 
+    def parameter_groups(self, player: str) -> list[Any]:
+        """The parameters as the optimizer gets them; groups may have options of their own."""
+        return list(self.players()[player])
+
     def check_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:  # noqa: B027
         """Raise a ValueError if the task does not support one of the optimizers."""
 

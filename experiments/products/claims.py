@@ -2,72 +2,195 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from scipy.special import stdtrit
+from omegaconf import OmegaConf
 
 from experiments.config.errors import ConfigError
+from experiments.config.paths import CONF
+from experiments.products import inference
+from experiments.products.inference import ALPHA, MOST_SEEDS, SMALLEST_P, Values
 from experiments.products.markdown import markdown_table
 from experiments.products.names import Names, comparison_name, run_names
 from experiments.products.schema import Claim, Comparison, Spec
 from experiments.products.summaries import STATISTICS
 from experiments.records.files import write_if_changed
-from experiments.records.index import WITHOUT, read_rows
+from experiments.records.index import read_rows
 from experiments.records.run import Groups, Run
 from experiments.records.status import Status
 
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
+COLUMNS = (
+    "id", "place", "claim", "main", "exploratory", "verdict", "numbers", "margin", "p", "p_holm",
+    "p_bh", "seeds", "seeds_needed", "scale", "why", "commit",
+)  # fmt: skip
 REDUCED_SCALES = ("laptop", "desktop")
 
 
+# -- a part ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class ComparisonResult:
-    """The result of a comparison: the mean difference, its 95 % interval and the verdict."""
+class PartResult:
+    """The result of a comparison: the effect, its 95 % interval, and p values of both verdicts."""
 
     effect: float
     low: float
     high: float
     n: int
-    verdict: str
+    p_holds: float
+    p_fails: float
+    detectable: float  # NaN: without a standard deviation
+    seeds_needed: int  # to settle it; 0 if it is settled
+    diverged: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.n == 1
+
+    @property
+    def is_open(self) -> bool:
+        return min(self.p_holds, self.p_fails) > ALPHA
 
     def __str__(self) -> str:
-        span = "" if self.low == self.high else f" [{self.low:.4g}, {self.high:.4g}]"
-        return f"{self.effect:.4g}{span}"
+        words = [with_interval(self.effect, self.low, self.high)]
+        if not np.isnan(self.detectable):
+            words.append(f"detectable {self.detectable:.2g}")
+        if self.diverged:
+            words.append(f"median, diverged runs {self.diverged}")
+        return ", ".join(words)
 
 
-@np.errstate(divide="ignore", invalid="ignore")  # log10 of 0; a run that diverged
-def judge_part(claim: Claim, part: Comparison, groups: Groups) -> ComparisonResult:
+@np.errstate(divide="ignore", invalid="ignore")  # log10 of 0
+def judge_part(claim: Claim, part: Comparison, groups: Groups) -> PartResult:
     metric, statistic = claim.metric_of(part), claim.statistic_of(part)
     left = side(part.left, groups, metric, statistic)
-    right = part.right
-    difference = left - (
-        right if isinstance(right, float) else side(right, groups, metric, statistic)
-    )
-    low, high = interval(difference)
-    verdict = verdict_of(part.relation, low, high, part.margin)
-    effect, n = float(difference.mean()), len(difference)
-    return ComparisonResult(effect, low, high, n, verdict)
+    bound = part.right
+    right = bound if isinstance(bound, float) else side(bound, groups, metric, statistic)
+    runs = [run for name in part.runs() for run in groups[name]]
+    diverged = sum(run.status == Status.DIVERGED for run in runs)
+    margin, resolution = claim.margin_of(part), about_metric("resolution", metric, 0.0)
+    return compare(left, right, part.relation, margin, resolution, diverged)
 
 
-def side(
-    names: str | list[str], groups: Groups, metric: str, statistic: str
-) -> NDArray[np.float64]:
-    """A number per seed: that of the named run, or the spread over several runs."""
-    if isinstance(names, str):
-        return values(groups[names], metric, statistic)
-    table = np.broadcast_arrays(*(values(groups[name], metric, statistic) for name in names))
-    return np.asarray(np.ptp(table, axis=0))
+def compare(
+    left: Values,
+    right: Values | float,
+    relation: str,
+    margin: float,
+    resolution: float = 0.0,
+    diverged: int = 0,
+) -> PartResult:
+    """Compare two sides, each with a row for each run and a column for each seed."""
+
+    def p_value(verdict: str) -> float:
+        def is_reached(alpha: float) -> bool:
+            ends = inference.difference_interval(left, right, alpha, resolution)
+            return verdict_of(relation, *ends, margin) == verdict
+
+        return inference.smallest_alpha(is_reached)
+
+    low, high = inference.difference_interval(left, right, ALPHA, resolution)
+    n = max(side.shape[1] for side in (left, right) if not isinstance(side, float))
+    effect, sds, alpha = spread_of(left, right)
+    p_holds, p_fails = p_value("holds"), p_value("fails")
+    sd = sum(sds)
+    needed = 0
+    if min(p_holds, p_fails) > ALPHA and sd > 0:
+        needed = inference.seeds_needed(sd, distance(relation, effect, margin), alpha)
+    seen = inference.detectable(sd, n, alpha) if sd > 0 else nan
+    return PartResult(effect, low, high, n, p_holds, p_fails, seen, needed, diverged)
 
 
-def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float64]:
-    """The statistic of every run."""
+def spread_of(left: Values, right: Values | float) -> tuple[float, list[float], float]:
+    """The effect, its standard deviation over the seeds, and the alpha of its interval.
+
+    Two ranges have an interval and a standard deviation each.
+    """
+    ours = inference.widest_pair(left)
+    if isinstance(right, float):
+        return inference.center(ours) - right, [sd_of(ours)], ALPHA
+    theirs = inference.widest_pair(right)
+    difference = inference.subtract(ours, theirs)
+    if len(left) == len(right) == 1:
+        return inference.center(difference), [sd_of(difference)], ALPHA
+    return inference.center(difference), [sd_of(ours), sd_of(theirs)], ALPHA / 2
+
+
+def sd_of(numbers: Values) -> float:
+    """NaN for a single value, or if a run diverged."""
+    usable = len(numbers) > 1 and bool(np.isfinite(numbers).all())
+    return float(numbers.std(ddof=1)) if usable else nan
+
+
+def distance(relation: str, effect: float, margin: float) -> float:
+    """From the effect to the margin."""
+    return abs((abs(effect) if relation == "near" else directed(relation, effect)) - margin)
+
+
+def directed(relation: str, effect: float) -> float:
+    """The effect, positive in the direction of the claim."""
+    return -effect if relation == "below" else effect
+
+
+def verdict_of(relation: str, low: float, high: float, margin: float) -> str:
+    """holds if all of the interval is on the claimed side of the margin, fails if none of it is."""
+    if np.isnan([low, high]).any():
+        return "inconclusive"
+    if relation == "below":
+        low, high = -high, -low
+    if relation == "near":
+        inside, outside = max(-low, high) <= margin, low > margin or high < -margin
+    else:
+        inside, outside = low > margin, high <= margin
+    return "holds" if inside else "fails" if outside else "inconclusive"
+
+
+def with_interval(middle: float, low: float, high: float) -> str:
+    """-0.0012 [-0.0014, -0.001]; no brackets if nothing varies."""
+    ends = f"{low:.4g}", f"{high:.4g}"
+    return f"{middle:.4g}" + ("" if ends[0] == ends[1] else f" [{', '.join(ends)}]")
+
+
+# -- the numbers of runs -----------------------------------------------------------------------
+
+
+def side(names: str | list[str], groups: Groups, metric: str, statistic: str) -> Values:
+    """A row for each named run with a number per seed; a diverged run has the worst number."""
+    rows = [
+        with_worst(groups[name], values(groups[name], metric, statistic), metric)
+        for name in ([names] if isinstance(names, str) else names)
+    ]
+    return np.array(np.broadcast_arrays(*rows))
+
+
+def with_worst(runs: Sequence[Run], numbers: Values, metric: str) -> Values:
+    diverged = [run.status == Status.DIVERGED for run in runs]
+    return np.where(diverged, about_metric("worst", metric, nan), numbers)
+
+
+@cache
+def declared() -> dict[str, Any]:
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / "claim" / "_metrics.yaml"))
+    return dict(loaded)
+
+
+def about_metric(what: str, metric: str, usual: float) -> float:
+    """What conf/claim/_metrics.yaml declares for a metric: `worst` or `resolution`."""
+    found = (float(v) for pattern, v in declared()[what].items() if fnmatchcase(metric, pattern))
+    return next(found, usual)
+
+
+def values(runs: Sequence[Run], metric: str, statistic: str) -> Values:
+    """The statistic of every run; NaN for a diverged one."""
     function = STATISTICS[statistic]
     try:
         return np.array(
@@ -79,55 +202,56 @@ def values(runs: Sequence[Run], metric: str, statistic: str) -> NDArray[np.float
         ) from error
 
 
-def interval(difference: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the mean (Student's t); a point if nothing varies."""
-    n, middle = len(difference), float(difference.mean())
-    error = float(difference.std(ddof=1)) / n**0.5 if n > 1 else 0.0
-    half = float(stdtrit(n - 1, 0.975)) * error if error > 0 else 0.0
-    return middle - half, middle + half
-
-
-def verdict_of(relation: str, low: float, high: float, margin: float) -> str:
-    """holds if all of the interval is on the claimed side of the margin, fails if none of it is."""
-    if not np.isfinite([low, high]).all():
-        return "inconclusive"
-    if relation == "above":
-        low, high = -high, -low
-    if relation == "near":
-        inside, outside = max(-low, high) <= margin, low > margin or high < -margin
-    else:
-        inside, outside = high < -margin, low >= -margin
-    return "holds" if inside else "fails" if outside else "inconclusive"
+# -- a claim -----------------------------------------------------------------------------------
 
 
 def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
     """A row of claims.csv; `names` are those of the runs in words."""
     about = verdict_row(claim, groups)
-    outcomes = [judge_part(claim, part, groups) for part in claim.parts]
-    verdict = min((o.verdict for o in outcomes), key=WORST_FIRST.index)
+    parts = [judge_part(claim, part, groups) for part in claim.parts]
+    p_holds = inference.all_hold([part.p_holds for part in parts])
+    p_fails = inference.any_fails([part.p_fails for part in parts])
+    verdict = "holds" if p_holds <= ALPHA else "fails" if p_fails <= ALPHA else "inconclusive"
+    is_exact = all(part.is_exact for part in parts)
     return about | {
         "verdict": verdict,
-        "numbers": numbers_text(claim, map(str, outcomes), names),
-        "seeds": str(max(o.n for o in outcomes)),
+        "numbers": numbers_text(claim, map(str, parts), names),
+        "p": "" if is_exact else f"{max(SMALLEST_P, min(p_holds, p_fails)):.2g}",
+        "seeds": str(max(part.n for part in parts)),
+        "seeds_needed": seeds_text(claim, parts) if verdict == "inconclusive" else "",
         "commit": " ".join(sorted({str(r.info.get("commit")) for r in needed(claim, groups)})),
-        "records": "yes",
     }
+
+
+def seeds_text(claim: Claim, parts: Sequence[PartResult]) -> str:
+    """The seeds that would settle a claim: one part that fails is enough, or all must hold."""
+    open_parts = [(c, r) for c, r in zip(claim.parts, parts, strict=True) if r.is_open]
+    toward_failure = [r.seeds_needed for c, r in open_parts if is_outside(claim, c, r.effect)]
+    counts = toward_failure or [r.seeds_needed for _, r in open_parts]
+    if not counts or 0 in counts:  # a diverged run, or a part that fails before the correction
+        return ""
+    count = (min if toward_failure else max)(counts)
+    return str(count) if count <= MOST_SEEDS else f"more than {MOST_SEEDS}"
+
+
+def is_outside(claim: Claim, part: Comparison, effect: float) -> bool:
+    """Whether the effect itself, without its interval, contradicts the claim."""
+    return verdict_of(part.relation, effect, effect, claim.margin_of(part)) == "fails"
 
 
 def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
     scales = {run.config.shown_scale for run in needed(claim, groups)}
-    return {
+    margins = dict.fromkeys(f"{claim.margin_of(part):g}" for part in claim.parts)
+    return dict.fromkeys(COLUMNS, "") | {
         "id": claim.id,
         "place": claim.place,
         "claim": claim.text,
+        "main": "yes" if claim.main else "",
+        "exploratory": "yes" if claim.exploratory else "",
         "verdict": "not run",
-        "numbers": "",
-        "seeds": "",
+        "margin": ", ".join(margins),
         "scale": " and ".join(sorted(scales)),
         "why": claim.why,
-        "commit": "",
-        "records": "",
-        "key": key(claim, groups),
     }
 
 
@@ -136,72 +260,57 @@ def numbers_text(claim: Claim, values: Iterable[str], names: Names) -> str:
     return "; ".join(f"{comparison_name(claim, part, names)}: {value}" for part, value in parts)
 
 
-def reworded(row: Mapping[str, str], claim: Claim, names: Names) -> dict[str, str]:
-    """The row with the text that conf/ has now; its verdict and its numbers stay the same."""
-    values = [number.rpartition(": ")[2] for number in row["numbers"].split("; ")]
-    text = {"place": claim.place, "claim": claim.text, "why": claim.why}
-    return {**row, **text, "numbers": numbers_text(claim, values, names)}
-
-
 def needed(claim: Claim, groups: Groups) -> list[Run]:
     return [run for name in groups if name in claim.runs() for run in groups[name]]
 
 
-def key(claim: Claim, groups: Groups) -> str:
-    """A hash of what the verdict depends on: not the wording, not the names of the runs."""
-
-    def identity(side: float | str | list[str]) -> object:
-        if isinstance(side, str):
-            return [f"{run.config.digest()} {run.config.seed}" for run in groups[side]]
-        return [identity(name) for name in side] if isinstance(side, list) else side
-
-    parts = [
-        [
-            claim.metric_of(part),
-            claim.statistic_of(part),
-            part.relation,
-            part.margin,
-            identity(part.left),
-            identity(part.right),
-        ]
-        for part in claim.parts
+def judge_spec(spec: Spec, groups: Groups) -> list[dict[str, str]]:
+    """Judge every claim whose runs are finished; the others are not run."""
+    names = run_names(spec)
+    return [
+        judge_claim(claim, groups, names)
+        if claim.runs() <= groups.keys() and all(run.done for run in needed(claim, groups))
+        else verdict_row(claim, groups)
+        for claim in spec.claims
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def judge_spec(
-    spec: Spec, groups: Groups, published: Mapping[str, dict[str, str]]
-) -> list[dict[str, str]]:
-    """Judge every claim whose runs are finished.
+# -- all claims --------------------------------------------------------------------------------
 
-    For the others, a verdict on the same claim that was `published` without records is kept.
+
+def with_corrections(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows with p values for many claims: Holm over the main ones, Benjamini–Hochberg over all.
+
+    Exact claims have no p value and are not counted.
     """
-    rows, names = [], run_names(spec)
-    for claim in spec.claims:
-        new, old = verdict_row(claim, groups), published.get(claim.id, {})
-        if all(run.done for run in needed(claim, groups)):
-            rows.append(judge_claim(claim, groups, names))
-        else:
-            same = old.get("records") == WITHOUT and old.get("key") == new["key"]
-            rows.append(reworded(old, claim, names) if same else new)
-    return rows
+    tested = [row for row in rows if row["p"]]
+    main = [row for row in tested if row["main"]]
+    wide = inference.benjamini_hochberg([float(row["p"]) for row in tested])
+    strict = inference.holm([float(row["p"]) for row in main])
+    p_bh = {row["id"]: f"{p:.2g}" for row, p in zip(tested, wide, strict=True)}
+    p_holm = {row["id"]: f"{p:.2g}" for row, p in zip(main, strict, strict=True)}
+    return [
+        row | {"p_holm": p_holm.get(row["id"], ""), "p_bh": p_bh.get(row["id"], "")} for row in rows
+    ]
 
 
 def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
-    return read_rows(path, "id")
+    """Return id → row; columns that an older file does not have are empty."""
+    return {name: dict.fromkeys(COLUMNS, "") | row for name, row in read_rows(path, "id").items()}
 
 
 def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
     """Write stem.csv, the record, and stem.md, the page to read."""
-    table = pd.DataFrame(rows).to_csv(index=False)
+    rows = with_corrections(rows)
+    table = pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False)
     write_if_changed(stem.with_suffix(".csv"), table.encode())
     write_if_changed(stem.with_suffix(".md"), claims_page(rows).encode())
 
 
 def said(row: Mapping[str, str]) -> str:
-    """The verdict, marked if a larger scale may change it or if it has no records."""
+    """The verdict, marked if a larger scale may change it or if it was worded after its runs."""
     small = reduced_scale(row) if row["verdict"] in ("fails", "inconclusive") else None
-    mark = " †" if row["records"] == WITHOUT else ""
+    mark = " (exploratory)" if row["exploratory"] else ""
     return row["verdict"] + (f" at {small} scale" if small else "") + mark
 
 
@@ -216,24 +325,46 @@ def claims_page(rows: Sequence[dict[str, str]]) -> str:
         "# Which claims hold",
         "",
         "Generated; do not edit. Each claim is judged from recorded runs: the mean difference over",
-        "the seeds, its 95 % confidence interval in brackets (none if nothing varies), and the",
-        "verdict. *holds*: all of the interval is on the claimed side of the margin; *fails*: none",
-        "of it is; *inconclusive*: a part of it is. †: published before records were kept.",
+        "the seeds, its 95 % confidence interval in brackets (none for a single exact value), and",
+        "the verdict. *holds*: all of the interval is beyond the margin, on the claimed side;",
+        "*fails*: none of it is; *inconclusive*: a part of it is. *detectable*: the distance from",
+        "the margin that would have been found in 80 % of such experiments. *p*: of the verdict;",
+        "*Holm*: corrected for the number of main claims; *BH*: for the number of all claims.",
+        "*exploratory*: worded or bounded after runs had been seen. See docs/statistics.md.",
         "",
-        f"**{len(rows)} claims. {', '.join(counts)}.**",
+        f"**{len(rows)} claims. {', '.join(counts)}.** {robust(rows)}",
         "",
     ]
     return "\n".join([*lines, markdown_table(pd.DataFrame(map(cells, rows)))]) + "\n"
 
 
+def robust(rows: Sequence[Mapping[str, str]]) -> str:
+    """How many verdicts stay after the corrections."""
+    words = []
+    for column, name in (("p_holm", "main verdicts, Holm"), ("p_bh", "verdicts, BH")):
+        definite = [row for row in rows if row[column] and float(row["p"]) <= ALPHA]
+        kept = sum(float(row[column]) <= ALPHA for row in definite)
+        words.append(f"{kept} of {len(definite)} {name}")
+    return f"At the 5 % level after correction: {'; '.join(words)}."
+
+
+def p_text(value: str) -> str:
+    return f"<{value}" if value and float(value) <= SMALLEST_P else value
+
+
 def cells(row: Mapping[str, str]) -> dict[str, str]:
     """Return a row of the page."""
+    more = f" ({row['seeds_needed']} needed)" if row["seeds_needed"] else ""
     return {
         "id": row["id"],
         "place": row["place"],
         "claim": row["claim"] + (f" *({row['why']})*" if row["why"] else ""),
         "verdict": f"**{said(row)}**",
         "numbers": row["numbers"].replace("; ", "<br>"),
-        "seeds": row["seeds"],
+        "margin": row["margin"],
+        "p": p_text(row["p"]),
+        "Holm": p_text(row["p_holm"]),
+        "BH": p_text(row["p_bh"]),
+        "seeds": row["seeds"] + more,
         "scale": row["scale"],
     }

@@ -155,10 +155,9 @@ def keep_index(product: str, groups: Groups) -> None:
 
 def update_verdicts(spec: Spec, groups: Groups) -> list[dict[str, str]]:
     """Judge the claims of a spec, and bring claims.csv and claims.md up to date."""
-    stem, config = place(groups, "claims"), config_of(groups)
-    published = {} if config.records == "own" else read_verdicts(config.published / "claims.csv")
+    stem = place(groups, "claims")
     with one_at_a_time(groups):
-        rows = judge_spec(spec, groups, published)
+        rows = judge_spec(spec, groups)
         known = read_verdicts(stem.with_suffix(".csv")) | {row["id"]: row for row in rows}
         if rows:
             write_verdicts(current_verdicts(known), stem)

@@ -21,7 +21,13 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from experiments.products.claims import WORST_FIRST, read_verdicts, reduced_scale, said
+from experiments.products.claims import (
+    WORST_FIRST,
+    p_text,
+    read_verdicts,
+    reduced_scale,
+    said,
+)
 from experiments.products.figures import crosses, prefix_of
 from experiments.products.markdown import as_html, markdown_table
 from experiments.products.schema import CurvesPanel, Spec
@@ -301,6 +307,7 @@ def render(products: Sequence[Product]) -> str:
         verdicts=VERDICTS,
         marks=VERDICT_MARKS,
         said=said,
+        p_text=p_text,
         owner=owner,
         distinct_settings=distinct_settings,
         distinct=distinct,

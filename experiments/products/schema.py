@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,6 +14,8 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
     PositiveInt,
     Tag,
     model_validator,
@@ -208,10 +210,15 @@ class TableRow(SpecPart):
 
 
 class Search(SpecPart):
-    """What is tried for one optimizer: the paper's setting, and what files of conf/sweep list."""
+    """What is tried for one optimizer: the paper's setting, and what files of conf/sweep list.
+
+    `best` is what the search has selected, as overrides of the paper's setting; None: not yet. It
+    is the run `<name> best`, which has the seeds of the spec and not those of the search.
+    """
 
     label: str
     paper: list[str]
+    best: list[str] | None = None
     sweeps: list[str]
 
     def runs(self, name: str) -> dict[str, list[str]]:
@@ -223,6 +230,7 @@ class Search(SpecPart):
 class SearchRule(SpecPart):
     """Which setting is the best, and what is shown of all of them."""
 
+    seeds: PositiveInt | None = None  # of what is tried, from 0 on; None: those of the spec
     metric: str
     statistic: Statistic = "last"
     best: Literal["highest", "lowest"]
@@ -261,14 +269,15 @@ class SearchRule(SpecPart):
 class Comparison(SpecPart):
     """A part of a claim: left is above, below or near right, by a margin.
 
-    A side names runs, which are compared seed by seed; several names mean the spread over them,
-    the largest minus the smallest.
+    A side names runs, which are compared seed by seed; several names mean the range over them, the
+    largest difference between two of them. `margin`, `metric` and `statistic` default to those of
+    the claim.
     """
 
     left: str | list[str]
     relation: Literal["above", "below", "near"]
     right: float | str | list[str] = 0.0
-    margin: float = 0.0
+    margin: NonNegativeFloat | None = None
     metric: str | None = None
     statistic: Statistic | None = None
 
@@ -287,8 +296,10 @@ class Claim(SpecPart):
     metric: str
     statistic: Statistic = "last"
     parts: Annotated[list[Comparison], Field(min_length=1)]
+    margin: NonNegativeFloat = 0.0  # the smallest effect that counts, or the largest that is alike
     why: str = ""  # the reason for a margin, or what a careful reader should know
     main: bool = False  # one of the claims on the first screen of the report
+    exploratory: bool = False  # worded, or its bounds set, after some of its runs had been seen
 
     def runs(self) -> set[str]:
         return {name for part in self.parts for name in part.runs()}
@@ -298,6 +309,9 @@ class Claim(SpecPart):
 
     def statistic_of(self, part: Comparison) -> str:
         return part.statistic or self.statistic
+
+    def margin_of(self, part: Comparison) -> float:
+        return self.margin if part.margin is None else part.margin
 
 
 # -- the whole ---------------------------------------------------------------------------------
@@ -310,6 +324,7 @@ class Spec(SpecPart):
     shows: str = ""  # in the paper, in one sentence of ours
     note: str = ""
     seeds: PositiveInt
+    first_seed: NonNegativeInt = 0  # verdicts rest on seeds that nobody has seen
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
     runs: dict[str, list[str]] = {}
@@ -326,6 +341,27 @@ class Spec(SpecPart):
             raise ValueError("`search` and `rule` belong together: set both, or neither")
         for name, search in self.search.items():
             self.runs |= search.runs(name)
+            if search.best is not None:
+                self.runs[f"{name} best"] = [*search.paper, *search.best]
+        return self
+
+    @property
+    def awaited(self) -> set[str]:
+        """The best runs of searches that are not finished; claims may name them."""
+        return {f"{name} best" for name, search in self.search.items() if search.best is None}
+
+    @model_validator(mode="after")
+    def check_margins(self) -> Self:
+        """Random runs that are compared need a margin, so that no difference is an answer."""
+        for claim in self.claims:
+            for part in claim.parts:
+                is_bound = isinstance(part.right, float) and part.relation != "near"
+                is_exact = {*part.runs()} <= {*self.once}
+                if not (is_bound or is_exact or claim.margin_of(part)):
+                    raise ValueError(
+                        f"claim {claim.id} compares {' and '.join(part.runs())} without a margin: "
+                        "set the smallest effect that counts, and give its reason in `why`"
+                    )
         return self
 
     def with_extra(self, optimizers: Sequence[str]) -> Self:
@@ -358,6 +394,18 @@ class Spec(SpecPart):
     def expand(self, overrides: Sequence[str] = ()) -> dict[str, list[Run]]:
         """Name → one run per seed."""
         return {
-            name: [first.with_seed(seed) for seed in range(1 if name in self.once else self.seeds)]
+            name: [first.with_seed(seed) for seed in self.seeds_of(name)]
             for name, first in self.settings(overrides).items()
         }
+
+    def seeds_of(self, name: str) -> range:
+        if name in self.once:
+            return range(1)
+        if self.rule and self.rule.seeds and name in self.tried:
+            return range(self.rule.seeds)
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @cached_property
+    def tried(self) -> set[str]:
+        """The runs of the search, without the best ones on seeds of their own."""
+        return {run for name, search in self.search.items() for run in search.runs(name)}

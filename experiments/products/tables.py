@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.config.errors import ConfigError
-from experiments.products.claims import interval, values
+from experiments.products.claims import values, with_interval
+from experiments.products.inference import interval
 from experiments.products.markdown import markdown_table
 from experiments.products.schema import Spec, TableCell, TableRow
 from experiments.records.files import write_text
@@ -69,8 +70,3 @@ def table_page(spec: Spec, table: pd.DataFrame, scale: str) -> str:
         rows.append(cells | dict(zip(group["column"], numbers, strict=True)))
     lines.append(markdown_table(pd.DataFrame(rows, columns=["", "paper", *names]).fillna("")))
     return "\n".join(lines) + "\n"
-
-
-def with_interval(mean: float, low: float, high: float) -> str:
-    """-0.0012 [-0.0014, -0.001]; no brackets if nothing varies."""
-    return f"{mean:.4g}" + ("" if low == high else f" [{low:.4g}, {high:.4g}]")

@@ -72,9 +72,11 @@ class Translation(Task):
         bleu_sentences: PositiveInt | None,
         seed: int,
         device: torch.device,
+        embedding_phi: str | None = None,
     ) -> None:
         self.data, self.trainer, self.device = data(device), trainer, device
         self.beam, self.bleu_sentences = beam, bleu_sentences
+        self.embedding_phi = embedding_phi
         words = {
             "source_words": len(self.data.source),
             "target_words": len(self.data.target),
@@ -96,6 +98,14 @@ class Translation(Task):
 
     def players(self) -> dict[str, list[Parameter]]:
         return {"translator": list(self.net.parameters())}
+
+    def parameter_groups(self, player: str) -> list[Any]:
+        """The embeddings are a group of their own if they have another φ than the rest."""
+        if self.embedding_phi is None:
+            return super().parameter_groups(player)
+        rows = [m.weight for m in self.net.modules() if isinstance(m, torch.nn.Embedding)]
+        others = [p for p in self.net.parameters() if all(p is not row for row in rows)]
+        return [{"params": rows, "phi": self.embedding_phi}, {"params": others}]
 
     def steps(self) -> Iterator[Step]:
         for batch in self.batches:

@@ -249,7 +249,7 @@ def length_of(config: Config, task: Task) -> tuple[int, int]:
 def make_optimizers(config: Config, task: Task) -> dict[str, torch.optim.Optimizer]:
     make_optimizer = build(config.optimizer, "optimizer")
     with optimizer_errors(config):
-        optimizers = {name: make_optimizer(params) for name, params in task.players().items()}
+        optimizers = {name: make_optimizer(task.parameter_groups(name)) for name in task.players()}
         if not task.gives_closure and any(map(needs_closure, optimizers.values())):
             raise ValueError("its step() needs a closure, which this experiment does not pass")
         task.check_optimizers(optimizers)

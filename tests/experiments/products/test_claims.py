@@ -1,4 +1,4 @@
-"""Claims: the interval, the verdict, and verdicts without records."""
+"""Claims: from runs to verdicts, and the page of all of them."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import pytest
 from experiments.config.errors import ConfigError
 from experiments.products import claims, summaries
 from experiments.products.checks import check_seeds
-from experiments.products.claims import interval, judge_spec, verdict_of
+from experiments.products.claims import judge_spec, verdict_of, with_corrections
 from experiments.products.names import RunName
 from experiments.products.schema import Claim, Comparison, Spec
 
@@ -33,7 +33,9 @@ class FakeRun:
         )
 
     def metrics(self):
-        return pd.DataFrame({"step": [1, 2], "x": [0.0, self.value]})
+        return pd.DataFrame(
+            {"step": [1, 2]} | {m: [0.0, self.value] for m in ("x", "loss", "classifier/loss")}
+        )
 
 
 def group(*values):
@@ -72,12 +74,83 @@ def test_verdicts_over_seeds(relation, left, expected):
     assert verdict(relation, left, [0, 0, 0], margin=0.1 if relation == "near" else 0) == expected
 
 
-def test_a_claim_on_a_diverged_run_is_inconclusive():
-    runs = group(-5, -5.1, -5.2)
-    below = claim({"left": "a", "relation": "below"})
-    assert judge_claim(below, {"a": runs})["verdict"] == "holds"
-    runs[2].status = "diverged"
-    assert judge_claim(below, {"a": runs})["verdict"] == "inconclusive"
+def test_a_deterministic_run_is_judged_by_its_single_value():
+    assert verdict_of("below", -1e-9, -1e-9, 0) == "holds"
+    assert verdict_of("below", 0.0, 0.0, 0) == "fails"
+    assert verdict_of("near", 0.0, 0.0, 0) == "holds"
+    (row,) = judge_spec(spec(), {"a": group(-1)})
+    assert row["verdict"] == "holds" and row["p"] == "" and row["numbers"] == "x, a: -1"
+
+
+def test_a_diverged_run_counts_as_the_worst_one():
+    """A loss that diverged is above every other; without a known direction nothing is decided."""
+    for metric, expected in (("classifier/loss", "holds"), ("x", "inconclusive")):
+        low, high = group(*np.linspace(1, 2, 10)), group(*np.linspace(3, 4, 10))
+        high[2].status = "diverged"
+        above = claim({"left": "high", "relation": "above", "right": "low"}, metric=metric)
+        row = judge_claim(above, {"low": low, "high": high})
+        assert row["verdict"] == expected and "median, diverged runs 1" in row["numbers"]
+    for run in low[:4]:
+        run.status = "diverged"
+    row = judge_claim(above.model_copy(update={"metric": "loss"}), {"low": low, "high": high})
+    assert row["verdict"] == "inconclusive", "the better side diverged in four of ten seeds"
+
+
+def test_several_runs_are_judged_by_the_largest_difference_of_their_means():
+    groups = {"a": group(1, 12, 30), "b": group(1.5, 12.1, 29.5), "c": group(1.2, 11.8, 30)}
+    near = {"left": ["a", "b", "c"], "relation": "near", "margin": 2}
+    row = judge_claim(claim(near), groups)
+    assert row["verdict"] == "holds" and row["numbers"].startswith("x, range over a, b, c: 0.0333")
+    assert judge_claim(claim(near | {"margin": 0.1}), groups)["verdict"] == "inconclusive"
+    far = groups | {"c": group(3, 14, 32)}
+    assert judge_claim(claim(near | {"margin": 0.1}), far)["verdict"] == "fails"
+    less = {"left": ["a", "b"], "relation": "below", "right": ["a", "b", "c"]}
+    row = judge_claim(claim(less), far)
+    assert row["numbers"].startswith("x, (range over a, b) − (range over a, b, c): -")
+
+
+def test_a_part_fails_a_claim_of_many_parts_only_after_a_correction():
+    """p = 0.05 against one part is not enough if there are ten."""
+    groups = {"a": group(-0.3, 0, 0.3, 0.6, 0.9, 1.2, 1.5), "b": group(-1, -1.1)}
+    wrong, right = ({"left": name, "relation": "below"} for name in "ab")
+    assert judge_claim(claim(wrong), groups)["verdict"] == "fails"
+    row = judge_claim(claim(wrong, *[right] * 9), groups)
+    assert row["verdict"] == "inconclusive" and float(row["p"]) == 0.5
+
+
+def test_an_inconclusive_claim_says_how_many_seeds_settle_it():
+    groups = {"a": group(-3, 2, -2), "b": group(-5, 2, -2, -1), "sure": group(-1, -1.1, -1.2)}
+    one, two, sure = ({"left": name, "relation": "below"} for name in groups)
+    counts = [judge_claim(claim(part, sure), groups)["seeds_needed"] for part in (one, two)]
+    assert counts == ["57", "32"]
+    assert judge_claim(claim(one, two), groups)["seeds_needed"] == "57", "both parts must hold"
+    against = judge_claim(claim(one | {"relation": "above"}, two), groups)
+    assert against["seeds_needed"] == "57", "one part that fails is enough"
+    assert judge_claim(claim(sure), groups)["seeds_needed"] == ""
+
+
+def test_random_runs_need_a_margin():
+    with pytest.raises(ValueError, match="claim F1 compares a and b without a margin: set the sma"):
+        spec(right="b", once=["a"])
+    assert spec(right="b", once=["a", "b"]) and spec(right="b", once=[], margin=0.1)
+    assert spec(right=0.0, once=[]), "the constant is the bound"
+
+
+def test_the_margin_of_a_claim_is_that_of_its_parts():
+    one = claim({"left": "a", "relation": "above"}, {"left": "a", "relation": "near", "margin": 0})
+    one = one.model_copy(update={"margin": 0.5})
+    assert [one.margin_of(part) for part in one.parts] == [0.5, 0]
+
+
+def test_corrections_count_the_claims_that_were_tested():
+    groups = {"a": group(-1, -1.1, -1.3)}
+    usual = claim({"left": "a", "relation": "below"})
+    row = judge_claim(usual, groups)
+    rows = [row | {"id": f"F{i}", "main": "yes" if i < 2 else ""} for i in range(4)]
+    exact, open_row = row | {"id": "T1", "p": ""}, {**row, "id": "F9", "p": "", "main": "yes"}
+    corrected = with_corrections([*rows, exact, open_row])
+    assert [r["p_holm"] for r in corrected] == [f"{2 * float(row['p']):.2g}"] * 2 + [""] * 4
+    assert [r["p_bh"] for r in corrected] == [row["p"]] * 4 + [""] * 2
 
 
 def test_the_whole_interval_must_exceed_the_margin():
@@ -92,38 +165,13 @@ def test_seeds_are_compared_in_pairs():
     assert verdict("below", noise - 1, noise) == "holds"
 
 
-def test_a_deterministic_run_is_judged_by_its_single_value():
-    assert verdict_of("below", -1e-9, -1e-9, 0) == "holds"
-    assert verdict_of("below", 0.0, 0.0, 0) == "fails"
-    assert verdict_of("near", 0.0, 0.0, 0) == "holds"
-
-
-def test_the_interval_is_students_t():
-    low, high = interval(np.array([1.0, 2.0, 3.0]))
-    assert (low, high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
-    assert interval(np.array([2.0])) == (2.0, 2.0)
-
-
 def test_a_claim_is_as_good_as_its_worst_part():
-    groups = {"a": group(-1, -1.1), "b": group(1, 1.1)}
+    groups = {"a": group(-1, -1.01), "b": group(1, 1.01)}
     good, bad = ({"left": name, "relation": "below"} for name in "ab")
     assert judge_claim(claim(good), groups)["verdict"] == "holds"
     row = judge_claim(claim(good, bad), groups)
     assert row["verdict"] == "fails"
     assert row["numbers"].count(";") == 1 and row["seeds"] == "2"
-
-
-def test_several_runs_are_judged_by_their_spread_per_seed():
-    groups = {"a": group(1, 12, 30), "b": group(1.5, 12.1, 29.5), "c": group(1.2, 11.8, 30)}
-    near = {"left": ["a", "b", "c"], "relation": "near", "margin": 2}
-    row = judge_claim(claim(near), groups)
-    assert row["verdict"] == "holds" and row["numbers"].startswith("x, range over a, b, c: 0.4333")
-    assert judge_claim(claim(near | {"margin": 0.1}), groups)["verdict"] == "fails"
-    less = {"left": ["a", "c"], "relation": "below", "right": ["a", "b", "c"]}
-    numbers = judge_claim(claim(less), groups)["numbers"]
-    assert numbers.startswith("x, (range over a, c) − (range over a, b, c): ")
-    groups["c"][1].status = "diverged"
-    assert judge_claim(claim(near), groups)["verdict"] == "inconclusive"
 
 
 def test_a_deterministic_run_can_be_compared_with_several_seeds():
@@ -155,36 +203,31 @@ def test_a_claim_on_one_seed_needs_once():
     check_seeds(spec().model_copy(update={"once": [], "seeds": 2}))
 
 
-def spec(text="so it is", metric="x"):
-    about = {"id": "F1", "place": "here", "text": text, "metric": metric}
+def spec(right=0.0, once=("a",), margin=0.0):
+    about = {"id": "F1", "place": "here", "text": "so it is", "metric": "x", "margin": margin}
     return Spec(
         title="t",
         seeds=1,
-        once=["a"],
-        runs={"a": ["optimizer=adam"]},
-        claims=[about | {"parts": [{"left": "a", "relation": "below"}]}],
+        once=[*once],
+        runs={"a": ["optimizer=adam"], "b": ["optimizer=adam"]},
+        claims=[about | {"parts": [{"left": "a", "relation": "below", "right": right}]}],
+        labels={"a": "a", "b": "b"},
     )
 
 
-def test_a_verdict_without_records_is_kept_until_the_claim_or_its_runs_change():
-    there, away = {"a": group(-1)}, {"a": [FakeRun(-1, done=False)]}
-    (judged,) = judge_spec(spec(), there, {})
-    assert judge_spec(spec(), away, {"F1": judged})[0]["verdict"] == "not run", "it had records"
-    known = {"F1": judged | {"records": "no"}}
-    assert judge_spec(spec(), away, known) == [known["F1"]]
-    assert judge_spec(spec(), there, known) == [judged]
-    (reworded,) = judge_spec(spec("in other words"), away, known)
-    assert reworded == known["F1"] | {"claim": "in other words"}
-    renamed = {"F1": known["F1"] | {"numbers": "a, last x: -1"}}
-    assert judge_spec(spec(), away, renamed) == [known["F1"]], "the names are those of today"
-    (changed,) = judge_spec(spec(metric="y"), away, known)
-    assert changed["verdict"] == "not run" and changed["numbers"] == ""
-    other = {"a": [FakeRun(-2, done=False)]}
-    assert judge_spec(spec(), other, known)[0]["verdict"] == "not run"
+def test_a_claim_without_its_runs_is_not_run():
+    (row,) = judge_spec(spec(), {"a": [FakeRun(-1, done=False)]})
+    assert row["verdict"] == "not run" and row["numbers"] == row["p"] == ""
+
+
+def test_columns_that_a_file_lacks_are_empty(tmp_path):
+    (tmp_path / "claims.csv").write_text("id,verdict\nF1,holds\n")
+    row = claims.read_verdicts(tmp_path / "claims.csv")["F1"]
+    assert row["verdict"] == "holds" and row["p"] == row["exploratory"] == ""
 
 
 def test_verdicts_are_read_back_as_written(tmp_path):
-    rows = judge_spec(spec(), {"a": group(-1)}, {})
+    rows = judge_spec(spec(), {"a": group(-1)})
     claims.write_verdicts(rows, tmp_path / "claims")
     assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
     page = (tmp_path / "claims.md").read_text()

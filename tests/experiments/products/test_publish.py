@@ -254,24 +254,6 @@ def test_two_folders_are_swapped_with_and_without_renameat2(tmp_path, monkeypatc
         assert (new / "name").read_text() == f"old{broken}"
 
 
-def test_verdicts_published_without_records_are_kept_until_their_runs_are_published(lab):
-    lab("theory")
-    (row,) = record_rows(lab.results / "claims.csv")
-    lab.published.mkdir()
-    legacy = pd.DataFrame([row | {"records": "no", "verdict": "fails"}])
-    legacy.to_csv(lab.published / "claims.csv", index=False)
-    for path in lab.results.glob("runs/*/*/*/run.json"):
-        path.unlink()
-    lab("publish")
-    rows = {r["id"]: r for r in record_rows(lab.published / "claims.csv")}
-    assert rows["T1"]["verdict"] == "fails" and rows["T1"]["records"] == "no"
-    assert "fails †" in (lab.published / "claims.md").read_text()
-    lab("theory")
-    lab("publish")
-    rows = {r["id"]: r for r in record_rows(lab.published / "claims.csv")}
-    assert rows["T1"]["records"] == "yes"
-
-
 def record_rows(path):
     return pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
 

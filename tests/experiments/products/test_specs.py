@@ -144,7 +144,11 @@ def load(tmp_path, monkeypatch, kind, text):
             "panels[1] reads exat, but conf/experiment/critical_c_sequential.yaml declares exact, ",
         ),
         ("[grid]}", "[adam]}", "panels[1] reads critical_c, but conf/experiment/counterexample_"),
-        ("margin: 0.1", "metric: w", "claims[0].parts[0] reads w, but conf/experiment/counter"),
+        (
+            "margin: 0.1",
+            "margin: 0.1, metric: w",
+            "claims[0].parts[0] reads w, but conf/experiment/counter",
+        ),
         ("tail_mean", "tail_meen", "claims[0].statistic: tail_meen is unknown; allowed are tail_m"),
         ("tail_mean", "tail", "claims[0].statistic: tail is unknown; allowed are "),
         ("tail_mean", "falls_along_beta1", "claims[0].parts[0] reads beta1, but conf/experiment/"),

@@ -817,3 +817,29 @@ def test_own_sentences(tmp_path):
     run = Run(config_of(*words, "+data.source=de", "+data.target=en", f"results={tmp_path}"))
     assert execute(run) == "finished"
     assert (run.folder / "test.translated.txt").read_text().count("\n") == 1
+
+
+# Groups of parameters
+
+
+def test_the_embeddings_can_have_a_phi_of_their_own():
+    plain = task_of().parameter_groups("translator")
+    assert all(isinstance(p, nn.Parameter) for p in plain)
+    task = task_of("+task.embedding_phi=row")
+    rows, others = task.parameter_groups("translator")
+    assert {id(p) for p in rows["params"]} == {
+        id(task.net.source.weight),
+        id(task.net.target.weight),
+    }
+    assert len(rows["params"]) + len(others["params"]) == len(plain)
+    optimizer = AdaShift([rows, others], lr=0.01, n=1)
+    assert [group["phi"] for group in optimizer.param_groups] == ["row", "max"]
+    learn(task, optimizer, 3)
+    state = optimizer.state[task.net.source.weight]
+    assert state["v"].numel() == len(task.net.source.weight), "one v for each word"
+
+
+def test_an_unknown_phi_of_the_embeddings_is_reported(tmp_path):
+    config = config_of("optimizer=adashift", "+task.embedding_phi=rows", f"results={tmp_path}")
+    with pytest.raises(ConfigError, match="phi"):
+        execute(Run(config))
