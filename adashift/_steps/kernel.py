@@ -109,7 +109,7 @@ def step_tiles(
     number, t = address(row, NUMBER, REAL), tl.load(address(row, STEP, tl.int64)) + 1
     start, lane = tile * TILE, tl.arange(0, TILE)
     count = tl.minimum(size - start, TILE).to(tl.int32)
-    inside = lane < count
+    inside = lane < size - start
     beta1, last, total = tl.full([], beta1, REAL), tl.full([], last, REAL), tl.full([], total, REAL)
     new, beta2 = tl.full([], 1 - beta2, REAL), tl.full([], beta2, REAL)
     sign, coupled = tl.full([], sign, REAL), tl.full([], coupled, REAL)
@@ -182,11 +182,7 @@ def step_tiles(
 
     # -- what the second launch reduces
     found = tl.where(inside, magnitude(g), 0)
-    if PHI == ROW:  # (row, tile) grows from run to run, so that row + tile is a place of its own
-        _, found = tl.associative_scan((index, found), 0, larger_of_row)
-        ends = ((lane + 1 + begun) // width != index) | (lane == count - 1)
-        tl.store(tops + partial + first + index, from_magnitude(found), mask=inside & ends)
-    else:
+    if PHI != ROW:
         tl.store(tops + partial, from_magnitude(tl.max(found)))
     if PHI == MEAN:
         wide = g.to(tl.float64)  # the sum of squares may overflow
@@ -198,6 +194,12 @@ def step_tiles(
         seed = mixed(t.to(tl.uint32) ^ mixed(tl.load(row + KEY).to(tl.uint32)))
         moved = round_by_chance(moved, mixed(seed ^ (start.to(tl.uint32) + lane)))
     tl.store(p_at, moved.to(PARAM), mask=lane < tl.where(v == 0, 0, moving))
+
+    # -- the same for rows, whose scan needs many registers: p and s are no longer in use
+    if PHI == ROW:  # (row, tile) grows from run to run, so that row + tile is a place of its own
+        _, found = tl.associative_scan((index, found), 0, larger_of_row)
+        ends = ((lane + 1 + begun) // width != index) | (lane == count - 1)
+        tl.store(tops + partial + first + index, from_magnitude(found), mask=inside & ends)
 
 
 @triton.jit(do_not_specialize=PLAIN)
