@@ -30,7 +30,7 @@ from experiments.records.status import Status
 WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
 COLUMNS = (
     "id", "place", "claim", "main", "exploratory", "verdict", "numbers", "margin", "p", "p_holm",
-    "p_bh", "seeds", "seeds_needed", "scale", "why", "commit",
+    "p_bh", "seeds", "seeds_needed", "scale", "why", "commit", "earlier",
 )  # fmt: skip
 REDUCED_SCALES = ("laptop", "desktop")
 
@@ -275,6 +275,15 @@ def judge_spec(spec: Spec, groups: Groups) -> list[dict[str, str]]:
     ]
 
 
+def kept(row: dict[str, str], published: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    """The row, or the published verdict from earlier runs, if these runs are not published yet."""
+    old = published.get(row["id"])
+    if row["verdict"] != "not run" or old is None or old["verdict"] == "not run":
+        return row
+    same = ("verdict", "numbers", "seeds", "scale", "commit")
+    return row | {name: old[name] for name in same} | {"earlier": "yes"}
+
+
 # -- all claims --------------------------------------------------------------------------------
 
 
@@ -308,9 +317,9 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 
 def said(row: Mapping[str, str]) -> str:
-    """The verdict, marked if a larger scale may change it or if it was worded after its runs."""
+    """The verdict, marked if a larger scale may change it, and with what else to know of it."""
     small = reduced_scale(row) if row["verdict"] in ("fails", "inconclusive") else None
-    mark = " (exploratory)" if row["exploratory"] else ""
+    mark = " (exploratory)" * bool(row["exploratory"]) + " †" * bool(row["earlier"])
     return row["verdict"] + (f" at {small} scale" if small else "") + mark
 
 
@@ -331,6 +340,8 @@ def claims_page(rows: Sequence[dict[str, str]]) -> str:
         "the margin that would have been found in 80 % of such experiments. *p*: of the verdict;",
         "*Holm*: corrected for the number of main claims; *BH*: for the number of all claims.",
         "*exploratory*: worded or bounded after runs had been seen. See docs/statistics.md.",
+        "†: by an earlier rule, from earlier runs of which not all have records; its new runs, on",
+        "fresh seeds, are not published yet.",
         "",
         f"**{len(rows)} claims. {', '.join(counts)}.** {robust(rows)}",
         "",

@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.products.claims import judge_spec, read_verdicts, write_verdicts
+from experiments.products.claims import judge_spec, kept, read_verdicts, write_verdicts
 from experiments.products.schema import CurvesPanel, Spec
 from experiments.products.specs import check_all_specs, everything, figures_using, load_spec
 from experiments.records import agreement, index
@@ -155,9 +155,10 @@ def keep_index(product: str, groups: Groups) -> None:
 
 def update_verdicts(spec: Spec, groups: Groups) -> list[dict[str, str]]:
     """Judge the claims of a spec, and bring claims.csv and claims.md up to date."""
-    stem = place(groups, "claims")
+    stem, config = place(groups, "claims"), config_of(groups)
+    published = read_verdicts(config.published / "claims.csv") if config.records != "own" else {}
     with one_at_a_time(groups):
-        rows = judge_spec(spec, groups)
+        rows = [kept(row, published) for row in judge_spec(spec, groups)]
         known = read_verdicts(stem.with_suffix(".csv")) | {row["id"]: row for row in rows}
         if rows:
             write_verdicts(current_verdicts(known), stem)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments.config.compose import compose
@@ -21,6 +21,7 @@ from experiments.products.report import Place, load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.records import archive, files, provenance
 from experiments.records.archive import Published
+from experiments.records.index import read_index
 from experiments.records.run import Run, all_runs, given
 
 SCALES = ("paper", "auto")  # auto: the scale of an experiment on a CPU
@@ -41,9 +42,11 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)  # left by a killed publication
         if config.published.exists():
             shutil.copytree(config.published, new)
-        yield from merge(config, new)
+        used = used_runs(config)
+        yield f"{merge(config, used, new)} runs added to the records"
         remove_unknown_products(new)
         complete = sum(list(rewrite(new)))
+        yield f"{remove_unused_runs(used, new)} unused runs removed"
         products = load_products(Place(new))
         files.write_text(new / "README.md", overview(products))
         shutil.rmtree(new / "runs")  # it only holds the lock of runs.csv and claims.csv
@@ -56,30 +59,38 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
 # -- records -----------------------------------------------------------------------------------
 
 
-def merge(config: Config, new: Path) -> Iterator[str]:
-    """Add own runs to the records; remove those that no product uses any more."""
-    used = used_runs(config)
-    added = removed = 0
-    trained = {run.config.experiment for run in used.values()}
-    for experiment in sorted({*archive.experiments(new), *trained}):
-        before = dict(archive.load(new, experiment))
-        after = {name: run for name, run in before.items() if f"{experiment}/{name}" in used}
+def merge(config: Config, used: Mapping[str, Run], new: Path) -> int:
+    """Add own runs that a product uses to the records; return how many."""
+    added = 0
+    for experiment in sorted({run.config.experiment for run in used.values()}):
+        before = archive.load(new, experiment)
         new_runs = [
             run
             for run in used.values()
             if run.config.experiment == experiment
-            and (run.entry not in after or config.force)
+            and (run.entry not in before or config.force)
             and run.done
         ]
         refuse_uncommitted_code(new_runs)
-        after |= {run.entry: Published(public(run), run.metrics()) for run in new_runs}
+        if new_runs:
+            found = {run.entry: Published(public(run), run.metrics()) for run in new_runs}
+            archive.save(new, experiment, {**before, **found})
         added += len(new_runs)
-        removed += len(before.keys() - after.keys())
-        if after:
+    return added
+
+
+def remove_unused_runs(used: Collection[str], new: Path) -> int:
+    """Remove the records that no product needs, now or until its new runs are trained."""
+    needed, removed = {*used, *read_index(new / "runs.csv")}, 0
+    for experiment in archive.experiments(new):
+        before = archive.load(new, experiment)
+        after = {name: run for name, run in before.items() if f"{experiment}/{name}" in needed}
+        removed += len(before) - len(after)
+        if not after:
+            archive.path_of(new, experiment).unlink()
+        elif len(after) < len(before):
             archive.save(new, experiment, after)
-        else:
-            archive.path_of(new, experiment).unlink(missing_ok=True)
-    yield f"{added} runs added to the records, {removed} unused runs removed"
+    return removed
 
 
 def used_runs(config: Config) -> dict[str, Run]:
@@ -125,10 +136,10 @@ def rewrite(new: Path) -> Iterator[bool]:
         spec = load_spec(kind, name)
         groups = groups_of(spec, words)
         complete = all(run.done for run in all_runs(groups))
-        if complete:
+        if complete:  # else its files and its rows of runs.csv stay those of earlier runs
             write_product(kind, name, spec, groups)
+            keep_index(f"{kind}-{name}", groups)
         update_verdicts(spec, groups)
-        keep_index(f"{kind}-{name}", groups)
         yield complete
 
 

@@ -143,8 +143,14 @@ class Product:
         return {0: "no", len(self.runs): "yes"}.get(kept, f"{kept} of {len(self.runs)} runs")
 
     @property
+    def seeds(self) -> int:
+        """The seeds of what is shown: an earlier result may have fewer than conf/ asks for."""
+        return len({row["seed"] for row in self.runs}) or self.spec.seeds
+
+    @property
     def verdict(self) -> str:
-        return tally(self.claims)
+        earlier = sum(bool(row["earlier"]) for row in self.claims)
+        return tally(self.claims) + (f" (†: {earlier})" if earlier else "")
 
     @property
     def seen(self) -> str:
@@ -242,8 +248,8 @@ def overview(products: Sequence[Product]) -> str:
         f"**{len(claims)} claims: {tally(claims)}.**",
         "",
         "What we see lists the claims that do not hold. The time is the training time of all runs;",
-        "if it was not recorded, it is an estimate from conf/. Results without records were",
-        "published before records were kept.",
+        "if it was not recorded, it is an estimate from conf/. †: the number of claims that were",
+        "judged by an earlier rule, from earlier runs; their new runs are not published yet.",
     ]
     for kind, heading in HEADINGS.items():
         if rows := [overview_row(product) for product in products if product.kind == kind]:
@@ -257,7 +263,7 @@ def overview_row(product: Product) -> CsvRow:
         "the paper": product.spec.shows or product.subject,
         "what we see": product.seen,
         "scale": product.scale,
-        "seeds": str(product.spec.seeds),
+        "seeds": str(product.seeds),
         "time": product.time,
         "command": f"`{product.command}`",
         "verdict": product.verdict,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.products import publish, specs
+from experiments.products.claims import read_verdicts
 from experiments.products.specs import load_spec
 from experiments.records import archive, provenance, record
 from experiments.records.agreement import compare
@@ -174,6 +176,25 @@ def test_what_conf_no_longer_uses_is_removed(lab, tmp_path):
     assert "2 unused runs removed" in lab("publish")
     assert len(archive.load(lab.published, "counterexample_stochastic")) == 4
     assert not (lab.published / "figures/figure-99.png").exists()
+
+
+def test_results_stay_until_the_runs_of_new_seeds_are_published(lab, tmp_path):
+    lab("figure", "1")
+    lab("publish")
+    before = contents(lab.published)
+    path = tmp_path / "conf/figure/01.yaml"
+    path.write_text(FIGURE.replace("seeds: 3", "seeds: 3\nfirst_seed: 10"))
+    assert "0 unused runs removed" in lab("publish")
+    row = read_verdicts(lab.published / "claims.csv")["F1a"]
+    assert row["verdict"] == "holds" and row["seeds"] == "3" and row["earlier"] == "yes"
+    assert "**holds †**" in (lab.published / "claims.md").read_text()
+    after = contents(lab.published)
+    assert {name for name in before if before[name] != after[name]} <= {
+        Path(name) for name in ("claims.csv", "claims.md", "README.md")
+    }
+    lab("figure", "1")
+    assert "6 unused runs removed" in lab("publish")
+    assert read_verdicts(lab.published / "claims.csv")["F1a"]["earlier"] == ""
 
 
 @pytest.mark.parametrize("commit", [None, "0123456789abcdef-dirty"])
@@ -368,7 +389,7 @@ def test_publishing_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monke
     first = contents(lab.published)
     cached_config.cache_clear()
     monkeypatch.setattr("experiments.config.compose.has_gpu", lambda: True)
-    assert "0 runs added to the records, 0 unused" in lab("publish")
+    assert "0 runs added to the records\n0 unused" in lab("publish")
     assert contents(lab.published) == first
     cached_config.cache_clear()
 

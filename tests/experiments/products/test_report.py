@@ -53,7 +53,7 @@ def test_the_published_readme_has_every_figure_and_table():
     for product in load_products(Place(PUBLISHED)):
         (line,) = [x for x in text.splitlines() if f"`{product.command}`" in x]
         assert product.spec.shows in line and product.verdict in line
-        assert str(product.spec.seeds) in line
+        assert str(product.seeds) in line
     for target in re.findall(r"\]\(([^)]+)\)", text):
         assert (PUBLISHED / target).exists(), target
 
