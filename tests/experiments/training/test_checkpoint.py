@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -284,13 +285,13 @@ def test_workers_stop_with_the_process_that_started_them(tmp_path, monkeypatch):
 
 def test_ctrl_c_ends_training_and_idle_workers(tmp_path):
     script = f"""
-from experiments.config.compose import compose
-from experiments.records.run import Run
+from pathlib import Path
 from experiments.training.execute import no_tags
 from experiments.training.pool import in_pool
+from tests.experiments.killing import run_of
 if __name__ == "__main__":
-    words = ["experiment=mnist_lr", "optimizer=adam", "scale=smoke", "results={tmp_path}"]
-    runs = [Run(compose([*words, f"steps={{n}}", "checkpoint_every=0"])) for n in (1000000, 2)]
+    words = [("steps=1000000", "checkpoint_every=0"), ("steps=2",)]
+    runs = [run_of(Path({str(tmp_path)!r}), "mnist_lr", *w) for w in words]
     for run, _ in in_pool(no_tags, 2, runs):
         print(run.folder, flush=True)
 """
@@ -303,16 +304,23 @@ if __name__ == "__main__":
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    process.stdout.readline()  # one worker is idle now
-    long_run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
-    while not checkpoint_of(long_run, CPU).path.exists():
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    run = run_of(tmp_path, "mnist_lr", "steps=1000000", "checkpoint_every=0")
     try:
+        assert process.stdout.readline()  # one of the two workers is idle now
+        wait_for(checkpoint_of(run, CPU).path)
+        os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=30)
     finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert long_run.status == "interrupted"
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    assert run.status == "interrupted"
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.05)
 
 
 def test_a_worker_ends_with_its_parent(tmp_path):
