@@ -37,7 +37,8 @@ def declared() -> dict[str, Any]:
 
 def run_names(spec: Spec) -> dict[str, RunName]:
     panels = {name: panel.subject for panel in reversed(spec.panels) for name in panel.runs}
-    return {name: RunName(run_label(spec, name), panels.get(name, "")) for name in spec.runs}
+    names = {name: RunName(run_label(spec, name), panels.get(name, "")) for name in spec.runs}
+    return names | {name: RunName(spec.search[name.split()[0]].label) for name in spec.awaited}
 
 
 def run_label(spec: Spec, name: str) -> str:

@@ -84,7 +84,7 @@ def test_the_csv_holds_what_is_plotted(results):
     groups = spec.expand([f"results={results}", "scale=smoke", "tracking=off"])
     ends = [run.metrics()["theta"].iloc[-1] for run in groups["adashift"]]
     row = table[table["curve"] == "AdaShift (0, 0.999), n = 1"].iloc[-1]
-    assert row["mean"] == pytest.approx(sum(ends) / len(ends)) and row["n"] == len(ends) == 10
+    assert row["mean"] == pytest.approx(sum(ends) / len(ends)) and row["n"] == len(ends) == 30
     assert row["sd"] == pytest.approx(pd.Series(ends).std())
 
 
@@ -104,7 +104,7 @@ def test_force_trains_the_runs_of_a_figure_again(results, capsys):
     ask(results, "figure", "8")
     capsys.readouterr()
     ask(results, "figure", "8", "force=true")
-    assert "13 runs to train" in capsys.readouterr().out
+    assert "63 runs to train" in capsys.readouterr().out
 
 
 def test_a_figure_is_drawn_again_when_a_run_behind_it_changes(results, capsys):

@@ -84,15 +84,17 @@ def test_both_sides_of_the_comparison_have_the_same_beta2():
 def test_tables_share_their_runs(results, capsys):
     cli.main(["table", "2", f"results={results}", *SMALL])
     assert "runs to train" not in capsys.readouterr().out
-    assert len(list(results.glob("runs/mnist_correlation/*/seed=*"))) == 6
+    assert len(list(results.glob("runs/mnist_correlation/*/seed=*"))) == 20
 
 
 def test_missing_runs_are_listed(tmp_path):
     spec, groups = load_spec("table", "01"), groups_of("01", tmp_path)
-    with pytest.raises(ConfigError, match=r"6 runs are missing; run python run\.py .*seed=0"):
+    with pytest.raises(ConfigError, match=r"20 runs are missing; run python run\.py .*seed=10"):
         write_table(spec, groups, tmp_path / "table-01")
     del groups["frozen"]
-    with pytest.raises(ConfigError, match=r"3 runs are missing.* task\.frozen=false seed=2$"):
+    with pytest.raises(
+        ConfigError, match=r"10 runs are missing.* task\.frozen=false seed=12, … and 7"
+    ):
         write_table(spec, groups, tmp_path / "table-01")
     assert not any(tmp_path.iterdir())
 
@@ -100,7 +102,7 @@ def test_missing_runs_are_listed(tmp_path):
 def test_status_lists_missing_runs(tmp_path, capsys):
     cli.main(["status", "table-1", f"results={tmp_path}", *SMALL])
     text = capsys.readouterr().out
-    assert "table 01: 6 missing of 6 runs" in text
+    assert "table 01: 20 missing of 20 runs" in text
     assert "python run.py experiment=mnist_correlation optimizer=adashift" in text
 
 
