@@ -17,7 +17,6 @@ from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -153,7 +152,7 @@ def expand(words: Sequence[str], points: Sequence[str] = ()) -> list[list[str]]:
     >>> expand(["seed=0,1"], ["optimizer.n=5 optimizer.m=1", "optimizer.n=9 optimizer.m=2"])[1]
     ['optimizer.n=5', 'optimizer.m=1', 'seed=1']
     """
-    overrides = OverridesParser.create().parse_overrides(list(words))
+    overrides = [parse_override(word) for word in words]
     (product,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return [[*shlex.split(point), *rest] for point in points or [""] for rest in product]
 

@@ -17,11 +17,12 @@ from experiments.records.run import Run, given
 from experiments.training.pool import execute_all
 from experiments.training.scheduler import FailedRunsError, RunOutcome
 
+OUTDATED = "not compared: conf/ has changed since it was published"
 COLUMNS = ("experiment", "run", "published, s", "here, s", "agreement")
 
 
 def verify(overrides: Sequence[str]) -> bool:
-    """Print how the runs compare; return whether all agree, except those whose data are missing."""
+    """Print how the runs compare; return whether all that could be compared agree."""
     published = compose(overrides).published
     cheapest = [cheapest_of(published, name) for name in archive.experiments(published)]
     if not cheapest:
@@ -29,8 +30,11 @@ def verify(overrides: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="adashift-verify-") as folder:
         words = [*overrides, given("results", folder, "")]
         runs = [repeated(run, words) for run in cheapest]
-        failures = failures_of(runs)
-        agreements = [agreement_of(run, failures.get(run.folder)) for run in runs]
+        same = [run for run, old in zip(runs, cheapest, strict=True) if run.entry == entry_of(old)]
+        failures = failures_of(same)
+        agreements = [
+            agreement_of(run, failures.get(run.folder)) if run in same else OUTDATED for run in runs
+        ]
         rows = [COLUMNS, *map(row_of, runs, cheapest, agreements)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -62,13 +66,11 @@ def cheapest_of(published: Path, experiment: str) -> Published:
 def repeated(run: Published, overrides: Sequence[str]) -> Run:
     """The same run, to be trained in another folder."""
     words = shlex.split(run.info["command"])[2:]
-    found = Run(compose([*words, *overrides, "records=own", "tracking=off"]))
-    if found.entry != run.info["run"]:
-        raise ConfigError(
-            f"{run.info['run']} is published, but its command now makes {found.setting}: "
-            "conf/ has changed since; publish it again"
-        )
-    return found
+    return Run(compose([*words, *overrides, "records=own", "tracking=off"]))
+
+
+def entry_of(run: Published) -> str:
+    return str(run.info["run"])
 
 
 def agreement_of(run: Run, failure: RunOutcome | None) -> str:
@@ -77,4 +79,10 @@ def agreement_of(run: Run, failure: RunOutcome | None) -> str:
 
 def row_of(run: Run, published: Published, agreement: str) -> tuple[str, ...]:
     here = f"{run.info['seconds']:.1f}" if run.done else "–"
-    return run.config.experiment, run.entry, f"{published.info['seconds']:.1f}", here, agreement
+    return (
+        run.config.experiment,
+        entry_of(published),
+        f"{published.info['seconds']:.1f}",
+        here,
+        agreement,
+    )
