@@ -78,11 +78,5 @@ def agreement_of(run: Run, failure: RunOutcome | None) -> str:
 
 
 def row_of(run: Run, published: Published, agreement: str) -> tuple[str, ...]:
-    here = f"{run.info['seconds']:.1f}" if run.done else "–"
-    return (
-        run.config.experiment,
-        entry_of(published),
-        f"{published.info['seconds']:.1f}",
-        here,
-        agreement,
-    )
+    there, here = (f"{info['seconds']:.1f}" if info else "–" for info in (published.info, run.info))
+    return run.config.experiment, entry_of(published), there, here, agreement

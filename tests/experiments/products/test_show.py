@@ -155,7 +155,7 @@ def test_published_runs_are_shown_if_requested(show, kept, tmp_path):
         ([str(ROOT / "conf")], "has no runs: expected a folder with run.json"),
         (["experiment=mnist_lr", "--out", "a.jpg"], "--out a.jpg is invalid: expected a name that"),
         (["experiment=mnist"], "experiment=mnist is unknown"),
-        (["seed=range(0"], "cannot parse an override"),
+        (["seed=range(0"], "cannot parse"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(show, words, message):

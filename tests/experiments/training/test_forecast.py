@@ -53,7 +53,7 @@ def test_an_unknown_time_is_reported(runs):
 def test_more_than_ten_minutes_are_reported_with_ways_to_make_it_shorter(runs, monkeypatch):
     many = runs("experiment=resnet_cifar10", "scale=laptop")
     known = {run.entry for run in many[:2]}
-    monkeypatch.setattr(forecast, "published_entries", lambda run: known)
+    monkeypatch.setattr(forecast, "published_entries", lambda *of: known)
     assert len(lines_for(monkeypatch, many, 600)) == 1
     _, line = lines_for(monkeypatch, many, 601)
     assert line.startswith("to make it shorter: scale=smoke (with make: SCALE=smoke)")
