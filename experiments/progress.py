@@ -227,7 +227,9 @@ def message(text: str) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line on stdout, where the results are."""
+    """Print a line on stdout, where the results are, above the live lines."""
+    if on_terminal():
+        write(CLEAR)
     try:
         print(text, flush=True)
     except OSError:  # a closed pipe must not stop a training

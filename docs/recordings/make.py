@@ -110,8 +110,9 @@ def render(text: str) -> str:
             lines += [""] * (row == len(lines))
         elif control == "A":  # up
             row = max(0, row - int(count or 1))
-        elif control == "K":  # erase the rest of the line
+        elif control in ("K", "J"):  # erase the rest of the line, or of the screen
             lines[row] = lines[row][:column]
+            lines = lines if control == "K" else lines[: row + 1]
         elif part.isprintable():
             lines[row] = f"{lines[row]:{column}}"[:column] + part + lines[row][column + len(part) :]
             column += len(part)

@@ -20,6 +20,7 @@ description.loader.exec_module(recordings)
         ("a\r\nb\r\n", "a\nb"),
         ("10 %\r100 %\r\n", "100 %"),
         ("long line\rno\x1b[K\r\n", "no"),
+        ("a\r\nlive\r\nlines\x1b[A\r\x1b[Jb", "a\nb"),
         ("long line\r         \rdone", "done"),
         ("outer\r\ninner\r\x1b[Anew", "newer\ninner"),
         ("one\r\n\r\n\x1b[2Atwo", "two"),
