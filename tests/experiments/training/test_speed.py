@@ -24,7 +24,8 @@ SHORT = ["optimizer.n=2", "optimizer.m=null"]  # so that a smoke run moves its p
 @pytest.fixture(autouse=True)
 def torch_settings_are_restored(monkeypatch):
     # torch's own test harness, which other tests import, forbids it for the rest of a process
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    settings = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(settings, "__allow_nonbracketed_mutation_flag", True)
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
     torch.backends.cudnn.benchmark = False
