@@ -46,7 +46,8 @@ def verify(overrides: Sequence[str]) -> bool:
 def failures_of(runs: Sequence[Run]) -> Mapping[Path, RunOutcome]:
     """Train the runs; return the failures by folder."""
     try:
-        execute_all(runs, "verify")
+        if runs:
+            execute_all(runs, "verify")
     except FailedRunsError as error:
         return error.failures
     return {}
