@@ -324,7 +324,7 @@ class Spec(SpecPart):
     shows: str = ""  # in the paper, in one sentence of ours
     note: str = ""
     seeds: PositiveInt
-    first_seed: NonNegativeInt = 0  # verdicts rest on seeds that nobody has seen
+    first_seed: NonNegativeInt = 0  # verdicts rest on seeds without earlier results
     once: list[str] = []  # runs that one seed settles: no randomness, or many cases in one run
     base: list[str] = []
     runs: dict[str, list[str]] = {}

@@ -46,7 +46,7 @@ class Meter(TorchDispatchMode):
         found = read(func, args, kwargs) if given else None
         self.reads += found is not None
         if self.reads > MAX_READS:
-            raise NotImplementedError("what it does depends on numbers, which the device lacks")
+            raise RuntimeError("what it does depends on numbers, which the meta device lacks")
         answer = func(*args, **kwargs) if found is None else found
         if not is_view(func):
             made = [x for x in tree_leaves(answer) if is_empty(x)]

@@ -90,7 +90,7 @@ def take_gpu(held: ExitStack, runs_per_gpu: int, announce: Callable[[str], None]
         number = int(os.environ["LOCAL_RANK"])
         held.enter_context(locked(slot(number, 0)))
         return number
-    count, told = torch.cuda.device_count(), False
+    count, announced = torch.cuda.device_count(), False
     while True:
         for place in range(runs_per_gpu):
             for number in range(count):
@@ -98,8 +98,8 @@ def take_gpu(held: ExitStack, runs_per_gpu: int, announce: Callable[[str], None]
                     if attempt.enter_context(locked(slot(number, place))):
                         held.push(attempt.pop_all())
                         return number
-        if not told:
-            told = True
+        if not announced:
+            announced = True
             announce(
                 f"waiting: each of {count} GPUs has {runs_per_gpu} runs; set runs_per_gpu="
                 f"{runs_per_gpu + 1} to share it with more, or choose one with device=cuda:0"

@@ -7,6 +7,7 @@ forever for a job that was killed. squeue lists a job for some minutes after its
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
 # what submitit reads: the columns of `sacct --parsable2`
 STATES = "echo 'JobID|State|NodeList'; squeue --noheader --states=all --array --format='%i|%T|%N'"
@@ -20,10 +21,11 @@ def ask_squeue_without_accounting() -> None:
     if has_accounting():
         return
 
-    def command(watcher: SlurmInfoWatcher) -> list[str] | None:
+    def command(watcher: Any) -> list[str] | None:
         return ["sh", "-c", STATES] if watcher._registered - watcher._finished else None
 
-    SlurmInfoWatcher._make_command = command
+    changed: Any = SlurmInfoWatcher
+    changed._make_command = command
     SlurmJob.watcher._delay_s = SECONDS_BETWEEN_CALLS
 
 

@@ -248,7 +248,7 @@ def test_beta1_schedule_keeps_caches_small():
 
 @every_way
 def test_clock_beyond_float32(way):
-    """t = 2^24 + 1 is no float32; the step goes on as from another multiple of n and m."""
+    """t = 2^24 + 1 is no float32; the step continues as from another multiple of n and m."""
     ends = []
     for start in (8, 2**24, 2**40):
         p = torch.nn.Parameter(torch.zeros(40))
