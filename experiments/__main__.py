@@ -47,8 +47,8 @@ from experiments.products.make import (
 )
 from experiments.products.show import show_curves
 from experiments.products.specs import (
+    all_specs,
     asked_for,
-    check_all_specs,
     everything,
     full_names,
     load_spec,
@@ -123,7 +123,7 @@ def listed(text: str) -> list[str]:
 
 def product(kind: str, names: Sequence[str], overrides: Sequence[str]) -> None:
     failed, full = [], full_names(kind, names)
-    check_all_specs()
+    all_specs()  # a mistake in one is reported before anything is trained
     for name in full:
         try:
             make(kind, name, overrides)
@@ -143,7 +143,7 @@ def claim_file(name: str, names: Sequence[str], overrides: Sequence[str]) -> Non
 
 
 def claims(names: Sequence[str], overrides: Sequence[str]) -> None:
-    check_all_specs()
+    all_specs()  # a mistake in one is reported before anything is trained
     if compose(overrides).records != "published":
         train_missing(load_spec("claim", "theory").expand(overrides), "theory")
     for kind, name in everything():

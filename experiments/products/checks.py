@@ -15,7 +15,7 @@ from experiments.products.schema import Spec, nearest
 from experiments.products.summaries import OTHER_METRICS
 
 # kind → the keys of which at least one is required
-CONTENT = {"figure": ("panels",), "table": ("rows", "search"), "claim": ("claims",)}
+CONTENT = {"figure": ("panels",), "table": ("rows", "search", "contest"), "claim": ("claims",)}
 
 
 def checked(raw: Any) -> Spec:
@@ -90,6 +90,8 @@ def metrics_read(spec: Spec) -> Iterator[tuple[str, str, str]]:
             names = [claim.metric_of(part), *OTHER_METRICS.get(claim.statistic_of(part), [])]
             for run in part.runs():
                 yield from ((f"claims[{i}].parts[{j}]", run, name) for name in names)
+    for i, task in enumerate(spec.contest.tasks if spec.contest else ()):
+        yield from ((f"contest.tasks[{i}]", run, task.metric) for run in task.runs())
     if spec.rule:
         yield from (("rule", run, metric) for run in spec.search for metric in spec.rule.metrics())
 

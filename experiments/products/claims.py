@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,6 +39,15 @@ REDUCED_SCALES = ("laptop", "desktop")
 
 
 @dataclass(frozen=True)
+class Noise:
+    """What a forecast needs: the largest noise of the pairs that are compared, and their number."""
+
+    sd: float  # over the seeds; 0 if nothing varies, NaN if a run diverged
+    alpha: float  # of the strictest interval
+    tests: int  # one-sided ones that must all succeed for the part to hold
+
+
+@dataclass(frozen=True)
 class PartResult:
     """The result of a comparison: the effect, its 95 % interval, and p values of both verdicts."""
 
@@ -48,8 +57,8 @@ class PartResult:
     n: int
     p_holds: float
     p_fails: float
-    detectable: float  # NaN: without a standard deviation
-    seeds_needed: int  # to settle it; 0 if it is settled
+    noise: Noise
+    distance: float  # from the effect to the margin
     diverged: int = 0
 
     @property
@@ -59,6 +68,21 @@ class PartResult:
     @property
     def is_open(self) -> bool:
         return min(self.p_holds, self.p_fails) > ALPHA
+
+    @property
+    def detectable(self) -> float:
+        """NaN without a standard deviation."""
+        noise, power = self.noise, inference.power_of(self.noise.tests)
+        return inference.detectable(noise.sd, self.n, noise.alpha, power) if noise.sd > 0 else nan
+
+    def seeds_to_hold(self, parts: int = 1) -> int:
+        """The seeds with which this and as many other open parts hold together."""
+        power = inference.power_of(self.noise.tests * parts)
+        return inference.seeds_needed(self.noise.sd, self.distance, self.noise.alpha, power)
+
+    def seeds_to_fail(self, parts: int = 1) -> int:
+        """The seeds with which it fails, as one of so many parts of a claim."""
+        return inference.seeds_needed(self.noise.sd, self.distance, self.noise.alpha / parts)
 
     def __str__(self) -> str:
         words = [with_interval(self.effect, self.low, self.high)]
@@ -75,7 +99,7 @@ def judge_part(claim: Claim, part: Comparison, groups: Groups) -> PartResult:
     left = side(part.left, groups, metric, statistic)
     bound = part.right
     right = bound if isinstance(bound, float) else side(bound, groups, metric, statistic)
-    runs = [run for name in part.runs() for run in groups[name]]
+    runs = [run for name in dict.fromkeys(part.runs()) for run in groups[name]]
     diverged = sum(run.status == Status.DIVERGED for run in runs)
     margin, resolution = claim.margin_of(part), about_metric("resolution", metric, 0.0)
     return compare(left, right, part.relation, margin, resolution, diverged)
@@ -100,35 +124,41 @@ def compare(
 
     low, high = inference.difference_interval(left, right, ALPHA, resolution)
     n = max(side.shape[1] for side in (left, right) if not isinstance(side, float))
-    effect, sds, alpha = spread_of(left, right)
+    effect, noise = effect_of(left, right), noise_of(left, right, relation)
+    away = distance(relation, effect, margin)
     p_holds, p_fails = p_value("holds"), p_value("fails")
-    sd = sum(sds)
-    needed = 0
-    if min(p_holds, p_fails) > ALPHA and sd > 0:
-        needed = inference.seeds_needed(sd, distance(relation, effect, margin), alpha)
-    seen = inference.detectable(sd, n, alpha) if sd > 0 else nan
-    return PartResult(effect, low, high, n, p_holds, p_fails, seen, needed, diverged)
+    return PartResult(effect, low, high, n, p_holds, p_fails, noise, away, diverged)
 
 
-def spread_of(left: Values, right: Values | float) -> tuple[float, list[float], float]:
-    """The effect, its standard deviation over the seeds, and the alpha of its interval.
-
-    Two ranges have an interval and a standard deviation each.
-    """
-    ours = inference.widest_pair(left)
+def effect_of(left: Values, right: Values | float) -> float:
+    by_median = inference.has_diverged(left, right)
+    ours = inference.widest_pair(left, by_median)
     if isinstance(right, float):
-        return inference.center(ours) - right, [sd_of(ours)], ALPHA
-    theirs = inference.widest_pair(right)
-    difference = inference.subtract(ours, theirs)
-    if len(left) == len(right) == 1:
-        return inference.center(difference), [sd_of(difference)], ALPHA
-    return inference.center(difference), [sd_of(ours), sd_of(theirs)], ALPHA / 2
+        return inference.center(ours, by_median) - right
+    theirs = inference.widest_pair(right, by_median)
+    return inference.center(inference.subtract(ours, theirs), by_median)
+
+
+def noise_of(left: Values, right: Values | float, relation: str) -> Noise:
+    """Two ranges have an interval and a standard deviation each, which are added."""
+    both = 2 if relation == "near" else 1
+    if isinstance(right, float):
+        pairs = [inference.pairs_of(left)]
+    elif len(left) == len(right) == 1:
+        pairs = [[inference.subtract(left[0], right[0])]]
+    else:
+        pairs = [inference.pairs_of(left), inference.pairs_of(right)]
+    sd = nan if inference.has_diverged(left, right) else sum(max(map(sd_of, p)) for p in pairs)
+    count = max(map(len, pairs))
+    if len(pairs) == count == 1 and len(left) == 1:
+        return Noise(sd, ALPHA, both)
+    return Noise(sd, ALPHA / (2 * count * len(pairs)), 2 * sum(map(len, pairs)))
 
 
 def sd_of(numbers: Values) -> float:
-    """NaN for a single value, or if a run diverged."""
-    usable = len(numbers) > 1 and bool(np.isfinite(numbers).all())
-    return float(numbers.std(ddof=1)) if usable else nan
+    """0 for a single value."""
+    varies = len(numbers) > 1 and not inference.is_constant(numbers)
+    return float(numbers.std(ddof=1)) if varies else 0.0
 
 
 def distance(relation: str, effect: float, margin: float) -> float:
@@ -216,7 +246,7 @@ def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
     return about | {
         "verdict": verdict,
         "numbers": numbers_text(claim, map(str, parts), names),
-        "p": "" if is_exact else f"{max(SMALLEST_P, min(p_holds, p_fails)):.2g}",
+        "p": "" if is_exact else f"{max(SMALLEST_P, min(p_holds, p_fails)):.6g}",
         "seeds": str(max(part.n for part in parts)),
         "seeds_needed": seeds_text(claim, parts) if verdict == "inconclusive" else "",
         "commit": " ".join(sorted({str(r.info.get("commit")) for r in needed(claim, groups)})),
@@ -225,12 +255,15 @@ def judge_claim(claim: Claim, groups: Groups, names: Names) -> dict[str, str]:
 
 def seeds_text(claim: Claim, parts: Sequence[PartResult]) -> str:
     """The seeds that would settle a claim: one part that fails is enough, or all must hold."""
-    open_parts = [(c, r) for c, r in zip(claim.parts, parts, strict=True) if r.is_open]
-    toward_failure = [r.seeds_needed for c, r in open_parts if is_outside(claim, c, r.effect)]
-    counts = toward_failure or [r.seeds_needed for _, r in open_parts]
-    if not counts or 0 in counts:  # a diverged run, or a part that fails before the correction
-        return ""
-    count = (min if toward_failure else max)(counts)
+    pairs = [*zip(claim.parts, parts, strict=True)]
+    open_parts = [result for _, result in pairs if result.is_open]
+    failing = [result for part, result in pairs if is_outside(claim, part, result.effect)]
+    if not all(result.noise.sd > 0 for result in failing or open_parts):
+        return ""  # a diverged run: no standard deviation
+    if failing:
+        count = min(result.seeds_to_fail(len(parts)) for result in failing)
+    else:
+        count = max(result.seeds_to_hold(len(open_parts)) for result in open_parts)
     return str(count) if count <= MOST_SEEDS else f"more than {MOST_SEEDS}"
 
 
@@ -281,26 +314,39 @@ def kept(row: dict[str, str], published: Mapping[str, dict[str, str]]) -> dict[s
     if row["verdict"] != "not run" or old is None or old["verdict"] == "not run":
         return row
     same = ("verdict", "numbers", "seeds", "scale", "commit")
-    return row | {name: old[name] for name in same} | {"earlier": "yes"}
+    # The earlier rule had no margin.
+    return row | {name: old[name] for name in same} | {"margin": "", "earlier": "yes"}
 
 
 # -- all claims --------------------------------------------------------------------------------
 
 
-def with_corrections(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+def with_corrections(rows: Sequence[dict[str, str]], family: Family) -> list[dict[str, str]]:
     """The rows with p values for many claims: Holm over the main ones, Benjamini–Hochberg over all.
 
-    Exact claims have no p value and are not counted.
+    Exact claims have no p value and are not counted; those that are not run yet are.
     """
     tested = [row for row in rows if row["p"]]
     main = [row for row in tested if row["main"]]
-    wide = inference.benjamini_hochberg([float(row["p"]) for row in tested])
-    strict = inference.holm([float(row["p"]) for row in main])
-    p_bh = {row["id"]: f"{p:.2g}" for row, p in zip(tested, wide, strict=True)}
-    p_holm = {row["id"]: f"{p:.2g}" for row, p in zip(main, strict, strict=True)}
+    wide = inference.benjamini_hochberg([float(row["p"]) for row in tested], family.all)
+    strict = inference.holm([float(row["p"]) for row in main], family.main)
+    p_bh = {row["id"]: f"{p:.6g}" for row, p in zip(tested, wide, strict=True)}
+    p_holm = {row["id"]: f"{p:.6g}" for row, p in zip(main, strict, strict=True)}
     return [
         row | {"p_holm": p_holm.get(row["id"], ""), "p_bh": p_bh.get(row["id"], "")} for row in rows
     ]
+
+
+class Family(NamedTuple):
+    """How many claims with a p value there are, run or not: the main ones, and all."""
+
+    main: int
+    all: int
+
+
+def family_of(specs: Iterable[Spec]) -> Family:
+    claims = [c for spec in specs for c in spec.claims if not c.runs() <= {*spec.once}]
+    return Family(sum(claim.main for claim in claims), len(claims))
 
 
 def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
@@ -308,9 +354,9 @@ def read_verdicts(path: Path) -> dict[str, dict[str, str]]:
     return {name: dict.fromkeys(COLUMNS, "") | row for name, row in read_rows(path, "id").items()}
 
 
-def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
+def write_verdicts(rows: Sequence[dict[str, str]], stem: Path, family: Family) -> None:
     """Write stem.csv, the record, and stem.md, the page to read."""
-    rows = with_corrections(rows)
+    rows = with_corrections(rows, family)
     table = pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False)
     write_if_changed(stem.with_suffix(".csv"), table.encode())
     write_if_changed(stem.with_suffix(".md"), claims_page(rows).encode())
@@ -318,7 +364,7 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path) -> None:
 
 def said(row: Mapping[str, str]) -> str:
     """The verdict, marked if a larger scale may change it, and with what else to know of it."""
-    small = reduced_scale(row) if row["verdict"] in ("fails", "inconclusive") else None
+    small = reduced_scale(row) if row["verdict"] != "not run" else None
     mark = " (exploratory)" * bool(row["exploratory"]) + " †" * bool(row["earlier"])
     return row["verdict"] + (f" at {small} scale" if small else "") + mark
 
@@ -337,8 +383,9 @@ def claims_page(rows: Sequence[dict[str, str]]) -> str:
         "the seeds, its 95 % confidence interval in brackets (none for a single exact value), and",
         "the verdict. *holds*: all of the interval is beyond the margin, on the claimed side;",
         "*fails*: none of it is; *inconclusive*: a part of it is. *detectable*: the distance from",
-        "the margin that would have been found in 80 % of such experiments. *p*: of the verdict;",
-        "*Holm*: corrected for the number of main claims; *BH*: for the number of all claims.",
+        "the margin that would have been found in at least 80 % of such experiments. *p*: of the",
+        "verdict; *Holm*: corrected for the number of main claims; *BH*: for the number of all",
+        "claims, run or not.",
         "*exploratory*: worded or bounded after runs had been seen. See docs/statistics.md.",
         "†: by an earlier rule, from earlier runs of which not all have records; its new runs, on",
         "fresh seeds, are not published yet.",
@@ -353,14 +400,15 @@ def robust(rows: Sequence[Mapping[str, str]]) -> str:
     """How many verdicts stay after the corrections."""
     words = []
     for column, name in (("p_holm", "main verdicts, Holm"), ("p_bh", "verdicts, BH")):
-        definite = [row for row in rows if row[column] and float(row["p"]) <= ALPHA]
+        definite = [row for row in rows if row[column] and row["verdict"] != "inconclusive"]
         kept = sum(float(row[column]) <= ALPHA for row in definite)
         words.append(f"{kept} of {len(definite)} {name}")
     return f"At the 5 % level after correction: {'; '.join(words)}."
 
 
 def p_text(value: str) -> str:
-    return f"<{value}" if value and float(value) <= SMALLEST_P else value
+    """Two digits."""
+    return value and ("<" if float(value) <= SMALLEST_P else "") + f"{float(value):.2g}"
 
 
 def cells(row: Mapping[str, str]) -> dict[str, str]:

@@ -96,7 +96,13 @@ def draw_figure(
         ax.remove()
     finish(figure, spec, groups)
     table = pd.concat(numbers).to_csv(index=False, float_format="%.10g")
-    files = {".png": rendered(figure, "png", dpi=160), ".csv": table.encode()}
+    is_new = write_if_changed(stem.with_suffix(".csv"), table.encode())
+    return save_figure(figure, stem) or is_new
+
+
+def save_figure(figure: Figure, stem: Path) -> bool:
+    """Write stem.png and stem.pdf; return whether one of them is new or has changed."""
+    files = {".png": rendered(figure, "png", dpi=160)}
     figure.set_layout_engine("none")  # the layout is known; computing it takes longer than drawing
     files[".pdf"] = rendered(figure, "pdf", metadata={"CreationDate": None})
     plt.close(figure)

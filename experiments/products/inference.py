@@ -11,7 +11,8 @@ from math import inf, nan
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, nctdtrinc, stdtrit
+from scipy.optimize import brentq
+from scipy.special import bdtr, nctdtrinc, ndtri, stdtrit
 
 Values = NDArray[np.float64]
 Bounds = tuple[float, float]
@@ -33,13 +34,28 @@ def subtract(left: Values, right: Values) -> Values:
     return np.where(np.isinf(left) & (left == right), 0.0, difference)
 
 
-def interval(difference: Values, alpha: float = ALPHA, resolution: float = 0.0) -> Bounds:
+def has_diverged(*sides: Values | float) -> bool:
+    return any(bool(np.isinf(side).any()) for side in sides)
+
+
+def paired_interval(
+    left: Values, right: Values, alpha: float, resolution: float, by_median: bool
+) -> Bounds:
+    """Of left minus right; nothing is known if both diverged in every seed."""
+    if np.isinf(left).all() and np.isinf(right).all():
+        return -inf, inf
+    return interval(subtract(left, right), alpha, resolution, by_median)
+
+
+def interval(
+    difference: Values, alpha: float = ALPHA, resolution: float = 0.0, by_median: bool = False
+) -> Bounds:
     """The interval of the mean; of the median if a run diverged; a point if there is one value."""
     if len(difference) == 1:
         return float(difference[0]), float(difference[0])
     if np.isnan(difference).any():
         return nan, nan
-    if np.isinf(difference).any():
+    if by_median or has_diverged(difference):
         return median_interval(difference, alpha)
     low, high = mean_interval(difference, alpha, resolution)
     return float(low), float(high)
@@ -48,12 +64,24 @@ def interval(difference: Values, alpha: float = ALPHA, resolution: float = 0.0) 
 def mean_interval(
     difference: Values, alpha: float = ALPHA, resolution: float = 0.0
 ) -> tuple[Values, Values]:
-    """Student's t along the last axis; ± the resolution where all values are equal."""
-    middle, error = difference.mean(-1), standard_error(difference)
-    rounding = ROUNDING * np.abs(difference).max(-1)
-    half = stdtrit(difference.shape[-1] - 1, 1 - alpha / 2) * error
-    half = np.where(error > rounding, half, np.maximum(resolution, rounding))
+    """Student's t along the last axis; ± the resolution where all values are equal.
+
+    Equal values are as sure as a sign test of so many seeds: at a smaller alpha, nothing is known.
+    """
+    n, middle = difference.shape[-1], difference.mean(-1)
+    half = stdtrit(n - 1, 1 - alpha / 2) * standard_error(difference)
+    equal = np.maximum(resolution, rounding(difference)) if alpha >= 2 * 0.5**n else inf
+    half = np.where(is_constant(difference), equal, half)
     return middle - half, middle + half
+
+
+def is_constant(numbers: Values) -> NDArray[np.bool_]:
+    """Whether all values along the last axis are equal, but for rounding."""
+    return np.asarray(standard_error(numbers) <= rounding(numbers))
+
+
+def rounding(numbers: Values) -> Values:
+    return np.asarray(ROUNDING * np.abs(numbers).max(-1))
 
 
 def standard_error(difference: Values) -> Values:
@@ -70,53 +98,93 @@ def median_interval(difference: Values, alpha: float = ALPHA) -> Bounds:
     return (float(ordered[cut - 1]), float(ordered[n - cut])) if cut else (-inf, inf)
 
 
-def center(difference: Values) -> float:
+def center(difference: Values, by_median: bool = False) -> float:
     """What the interval is about: the mean, or the median if a run diverged."""
-    middle = np.mean if np.isfinite(difference).all() else np.median
+    middle = np.median if by_median or has_diverged(difference) else np.mean
     return float(middle(difference))
 
 
-def widest_pair(side: Values) -> Values:
+def pairs_of(side: Values) -> list[Values]:
+    """The differences of all pairs of settings, rows of the table; a single run as it is."""
+    return [subtract(a, b) for a, b in combinations(side, 2)] or [side[0]]
+
+
+def widest_pair(side: Values, by_median: bool = False) -> Values:
     """For each seed, the difference of the two settings that differ most; a single run as it is."""
-    pairs = [subtract(a, b) for a, b in combinations(side, 2)]
-    widest = max(pairs, key=lambda pair: abs(center(pair)), default=side[0])
-    return widest if len(side) == 1 or center(widest) >= 0 else -widest
+    widest = max(pairs_of(side), key=lambda pair: abs(center(pair, by_median)))
+    return widest if len(side) == 1 or center(widest, by_median) >= 0 else -widest
 
 
-def range_interval(table: Values, alpha: float = ALPHA, resolution: float = 0.0) -> Bounds:
+def range_interval(
+    table: Values, alpha: float = ALPHA, resolution: float = 0.0, by_median: bool = False
+) -> Bounds:
     """The largest difference between two settings, rows of the table, from intervals of all pairs.
 
     The upper end is the largest of the pairs' upper ends. It needs no correction: it is too low
     only if that of the truly largest pair is. The lower end is the largest of the lower ends, each
     of which can be too high, so it has Bonferroni's correction.
     """
-    pairs = [subtract(a, b) for a, b in combinations(table, 2)]
-    ends = [interval(pair, alpha, resolution) for pair in pairs]
-    sure = [interval(pair, alpha / (2 * len(pairs)), resolution) for pair in pairs]
+    pairs = [*combinations(table, 2)]
+    strict = alpha / (2 * len(pairs))
+    ends = [paired_interval(*pair, alpha, resolution, by_median) for pair in pairs]
+    sure = [paired_interval(*pair, strict, resolution, by_median) for pair in pairs]
     return max(0.0, *(max(low, -high) for low, high in sure)), max(
         max(-low, high) for low, high in ends
     )
 
 
-def side_interval(side: Values, alpha: float, resolution: float) -> Bounds:
+def side_interval(side: Values, alpha: float, resolution: float, by_median: bool) -> Bounds:
     """Of a single run, a row, or of the range over several."""
     if len(side) == 1:
-        return interval(side[0], alpha, resolution)
-    return range_interval(side, alpha, resolution)
+        return interval(side[0], alpha, resolution, by_median)
+    return range_interval(side, alpha, resolution, by_median)
 
 
 def difference_interval(
     left: Values, right: Values | float, alpha: float = ALPHA, resolution: float = 0.0
 ) -> Bounds:
     """Left minus right; each side is a table with a row for each run, or right is a constant."""
+    by_median = has_diverged(left, right)
     if isinstance(right, float):
-        low, high = side_interval(left, alpha, resolution)
+        low, high = side_interval(left, alpha, resolution, by_median)
         return low - right, high - right
     if len(left) == len(right) == 1:
-        return interval(subtract(left[0], right[0]), alpha, resolution)
-    ours = side_interval(left, alpha / 2, resolution)  # each may be wrong in half of the cases
-    theirs = side_interval(right, alpha / 2, resolution)
+        return paired_interval(left[0], right[0], alpha, resolution, by_median)
+    half = alpha / 2  # each side may be wrong in half of the cases
+    ours = side_interval(left, half, resolution, by_median)
+    theirs = side_interval(right, half, resolution, by_median)
     return ours[0] - theirs[1], ours[1] - theirs[0]
+
+
+# -- probability of being better ---------------------------------------------------------------
+
+
+def superiority(ours: Values, theirs: Values) -> float:
+    """The share of all pairs of runs in which ours is larger; equal ones count half."""
+    a, b = ours[:, None], theirs[None, :]
+    return float(np.mean((a > b) + 0.5 * (a == b)))
+
+
+def superiority_interval(share: float, n: int, m: int, alpha: float = ALPHA) -> Bounds:
+    """Newcombe's score interval (2006, method 5), which is not a point if the share is 0 or 1."""
+    z, s = ndtri(1 - alpha / 2), (n + m) / 2 - 1
+
+    def excess(truth: float) -> float:
+        spread = 1 + s * (1 - truth) / (2 - truth) + s * truth / (1 + truth)
+        return float((share - truth) ** 2 - z**2 * truth * (1 - truth) * spread / (n * m))
+
+    tiny = 1e-9  # 0 and 1 are roots as well, but not ends of the interval
+    low = brentq(excess, 0, min(share, 1 - tiny)) if share > 0 else 0.0
+    high = brentq(excess, max(share, tiny), 1) if share < 1 else 1.0
+    return float(low), float(high)
+
+
+def mean_of_bounds(middles: Sequence[float], bounds: Sequence[Bounds]) -> tuple[float, Bounds]:
+    """The mean of independent estimates and its interval from theirs (MOVER, Zou and Donner)."""
+    x, (low, high) = np.asarray(middles), np.asarray(bounds).T
+    middle = x.mean()
+    below, above = (np.sqrt(np.sum(d**2)) / len(x) for d in (x - low, high - x))
+    return float(middle), (float(middle - below), float(middle + above))
 
 
 # -- tests -------------------------------------------------------------------------------------
@@ -145,18 +213,22 @@ def any_fails(p_values: Sequence[float]) -> float:
     return min(1.0, len(p_values) * min(p_values))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p values: at most ALPHA of all such lists contain a wrong verdict."""
+def holm(p_values: Sequence[float], size: int = 0) -> list[float]:
+    """Adjusted p values: at most ALPHA of all such lists contain a wrong verdict.
+
+    `size` is the length of the whole list, if not all of its tests have been made.
+    """
     order = np.argsort(p_values, kind="stable")
-    steps = np.arange(len(order), 0, -1) * np.asarray(p_values, float)[order]
+    left = max(size, len(order)) - np.arange(len(order))
+    steps = left * np.asarray(p_values, float)[order]
     return in_order(np.minimum(1, np.maximum.accumulate(steps)), order)
 
 
-def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
+def benjamini_hochberg(p_values: Sequence[float], size: int = 0) -> list[float]:
     """Adjusted p values: at most ALPHA of the verdicts are expected to be wrong."""
     order = np.argsort(p_values, kind="stable")
-    count = len(order)
-    steps = count / np.arange(1, count + 1) * np.asarray(p_values, float)[order]
+    count = max(size, len(order))
+    steps = count / np.arange(1, len(order) + 1) * np.asarray(p_values, float)[order]
     return in_order(np.minimum.accumulate(steps[::-1])[::-1].clip(max=1), order)
 
 
@@ -169,19 +241,23 @@ def in_order(adjusted: Values, order: NDArray[np.intp]) -> list[float]:
 # -- power -------------------------------------------------------------------------------------
 
 
-def noncentrality(n: int, alpha: float = ALPHA) -> float:
-    """How many standard errors beyond the margin the truth must be to be seen with POWER."""
-    return float(nctdtrinc(n - 1, 1 - POWER, stdtrit(n - 1, 1 - alpha / 2)))
+def power_of(tests: int) -> float:
+    """The power of each test that gives POWER or more to all of them together."""
+    return 1 - (1 - POWER) / tests
 
 
-def detectable(sd: float, n: int, alpha: float = ALPHA) -> float:
-    """The smallest distance from the margin that n seeds show with POWER."""
-    return noncentrality(n, alpha) * sd / n**0.5
+def standard_errors(n: int | Values, alpha: float, power: float) -> Values:
+    """How many standard errors beyond the margin the truth must be to be seen with this power."""
+    return np.asarray(nctdtrinc(n - 1, 1 - power, stdtrit(n - 1, 1 - alpha / 2)))
 
 
-def seeds_needed(sd: float, distance: float, alpha: float = ALPHA) -> int:
-    """The seeds that show this distance from the margin with POWER; at most MOST_SEEDS + 1."""
-    counts = np.arange(2, MOST_SEEDS + 1)
-    critical = stdtrit(counts - 1, 1 - alpha / 2)
-    enough = nctdtrinc(counts - 1, 1 - POWER, critical) * sd / counts**0.5 <= distance
+def detectable(sd: float, n: int, alpha: float = ALPHA, power: float = POWER) -> float:
+    """The smallest distance from the margin that n seeds show with this power."""
+    return float(standard_errors(n, alpha, power)) * sd / n**0.5
+
+
+def seeds_needed(sd: float, distance: float, alpha: float = ALPHA, power: float = POWER) -> int:
+    """The seeds that show this distance from the margin; at most MOST_SEEDS + 1."""
+    counts = np.arange(2.0, MOST_SEEDS + 1)
+    enough = standard_errors(counts, alpha, power) * sd / counts**0.5 <= distance
     return int(counts[enough.argmax()]) if enough.any() else MOST_SEEDS + 1

@@ -14,9 +14,9 @@ from pathlib import Path
 from experiments.config.errors import ConfigError, NotPublishedError
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.products.claims import judge_spec, kept, read_verdicts, write_verdicts
+from experiments.products.claims import family_of, judge_spec, kept, read_verdicts, write_verdicts
 from experiments.products.schema import CurvesPanel, Spec
-from experiments.products.specs import check_all_specs, everything, figures_using, load_spec
+from experiments.products.specs import all_specs, everything, figures_using, load_spec
 from experiments.records import agreement, index
 from experiments.records.files import locked
 from experiments.records.run import Groups, Run, all_runs
@@ -28,7 +28,7 @@ PREFIXES = "TFCIJKLS"  # of the claims' names, in order
 def make(kind: str, name: str, overrides: Sequence[str]) -> None:
     """Make the product that conf/<kind>/<name>.yaml describes."""
     spec = load_spec(kind, name)
-    check_all_specs()
+    all_specs()  # claims.csv and runs.csv need all of them after the training
     groups = groups_of(spec, overrides)
     train_missing(groups, f"{kind} {name}")
     if said := write_product(kind, name, spec, groups):
@@ -102,6 +102,10 @@ def write_table_files(name: str, spec: Spec, groups: Groups) -> str:
 
         picture = place(groups, f"figures/table-{name}")
         write_search_table(spec, spec.rule, groups, stem, picture)
+    elif spec.contest:
+        from experiments.products.contest import write_contest
+
+        write_contest(spec, spec.contest, groups, stem, place(groups, f"figures/table-{name}"))
     else:
         from experiments.products.tables import write_table
 
@@ -161,7 +165,7 @@ def update_verdicts(spec: Spec, groups: Groups) -> list[dict[str, str]]:
         rows = [kept(row, published) for row in judge_spec(spec, groups)]
         known = read_verdicts(stem.with_suffix(".csv")) | {row["id"]: row for row in rows}
         if rows:
-            write_verdicts(current_verdicts(known), stem)
+            write_verdicts(current_verdicts(known), stem, family_of(all_specs()))
     return rows
 
 
@@ -174,7 +178,7 @@ def show(rows: Sequence[dict[str, str]]) -> None:
 
 def current_verdicts(known: Mapping[str, dict[str, str]]) -> list[dict[str, str]]:
     """The claims that conf/ has now; what it has no longer is dropped."""
-    current = [c.id for kind, name in everything() for c in load_spec(kind, name).claims]
+    current = [claim.id for spec in all_specs() for claim in spec.claims]
     return [known[i] for i in sorted(current, key=natural) if i in known]
 
 

@@ -136,7 +136,9 @@ def rewrite(new: Path) -> Iterator[bool]:
         spec = load_spec(kind, name)
         groups = groups_of(spec, words)
         complete = all(run.done for run in all_runs(groups))
-        if complete:  # else its files and its rows of runs.csv stay those of earlier runs
+        # Else its files and its rows of runs.csv stay those of earlier runs. A contest leaves out
+        # the problems that are not finished.
+        if complete or (spec.contest and any(run.done for run in all_runs(groups))):
             write_product(kind, name, spec, groups)
             keep_index(f"{kind}-{name}", groups)
         update_verdicts(spec, groups)

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Tag,
     model_validator,
@@ -263,6 +264,50 @@ class SearchRule(SpecPart):
         return f"{self.best} {self.metric} ({self.statistic}), mean over the seeds"
 
 
+# -- contests ----------------------------------------------------------------------------------
+
+
+class ContestTask(SpecPart):
+    """A problem of a contest: what is measured, and the run of every contender.
+
+    `paper` has the runs with the paper's learning rates, `best` those with the best ones of an
+    equal search. A run is one of the spec, or figure-04/adam: one of another spec.
+    """
+
+    label: str
+    metric: str
+    statistic: Statistic = "last"
+    margin: PositiveFloat  # the smallest difference that counts
+    paper: dict[str, str] = {}
+    best: dict[str, str] = {}
+
+    def runs(self) -> list[str]:
+        return [*self.paper.values(), *self.best.values()]
+
+
+class Contest(SpecPart):
+    """One optimizer against others, over several problems."""
+
+    subject: str
+    rival: str  # the one that is shown for each problem
+    tasks: Annotated[list[ContestTask], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def check_contenders(self) -> Self:
+        for task in self.tasks:
+            for runs in (task.paper, task.best):
+                if runs and not {self.subject, self.rival} <= runs.keys():
+                    raise ValueError(
+                        f"{task.label} names {', '.join(runs)}: expected {self.subject} and "
+                        f"{self.rival} among them"
+                    )
+        return self
+
+    def borrowed(self) -> set[str]:
+        """The runs of other specs."""
+        return {name for task in self.tasks for name in task.runs() if "/" in name}
+
+
 # -- claims ------------------------------------------------------------------------------------
 
 
@@ -333,6 +378,7 @@ class Spec(SpecPart):
     rule: SearchRule | None = None  # how a search is judged and shown
     panels: list[AnyPanel] = []
     rows: list[TableRow] = []
+    contest: Contest | None = None
     claims: list[Claim] = []
 
     @model_validator(mode="after")

@@ -93,7 +93,7 @@ def judge_search(points: Sequence[Sequence[Run]], rule: SearchRule) -> pd.DataFr
 
 def scores_of(runs: Sequence[Run], rule: SearchRule) -> dict[str, NDArray[np.float64]]:
     """Metric → a number per seed."""
-    return {m: values(runs, m, rule.statistic) for m in (rule.metric, *rule.beside)}
+    return {m: values(runs, m, rule.statistic) for m in rule.metrics()}
 
 
 def score_columns(
@@ -158,13 +158,13 @@ def fresh_rows(
             paper_and_best(table[table["optimizer"] == search.label])[1], rule.settings
         )
         now = "" if given == selected else f" (the search now selects {selected}: change `best`)"
-        numbers = {m: values(runs, m, rule.statistic) for m in rule.metrics()}
-        diverged = counts(runs)["diverged"]
+        numbers = scores_of(runs, rule)
+        found = pd.Series(score_columns(numbers, numbers) | counts(runs))
         yield {
             "optimizer": search.label,
             "best setting": given + now,
-            **{m: f"{x.mean():.4g} ± {x.std(ddof=1):.2g}" for m, x in numbers.items()},
-            "diverged runs": f"{diverged} of {len(runs)}",
+            **{metric: mean_sd(found, metric) for metric in rule.metrics()},
+            "diverged runs": f"{found['diverged']:g} of {len(runs)}",
         }
 
 
@@ -258,7 +258,7 @@ def setting_text(value: Any) -> str:
 
 def mean_sd(row: pd.Series, metric: str) -> str:
     if pd.isna(row[metric]):
-        return f"{row['diverged']} of {row['runs']} runs diverged"
+        return f"{row['diverged']:g} of {row['runs']:g} runs diverged"
     return f"{row[metric]:.4g} ± {row[f'{metric} sd']:.2g}"
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from experiments.config.errors import ConfigError, one_line_errors, short_path
 from experiments.config.paths import CONF
 from experiments.config.schema import Config
-from experiments.products.checks import check_content, checked
+from experiments.products.checks import check_content, check_name, checked
 from experiments.products.schema import Spec
 from experiments.records.run import Run, cached_config
 
@@ -78,10 +78,8 @@ def spec_path(kind: str, name: str) -> Path:
     return CONF / kind / f"{name}.yaml"
 
 
-def check_all_specs() -> None:
-    """Load every spec: claims.csv and runs.csv need all of them after the training."""
-    for kind, name in everything():
-        load_spec(kind, name)
+def all_specs() -> list[Spec]:
+    return [load_spec(kind, name) for kind, name in everything()]
 
 
 def load_spec(kind: str, name: str) -> Spec:
@@ -103,12 +101,24 @@ def parse_spec(path: Path, changed: int) -> Spec:
     try:
         with one_line_errors():
             raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-            spec = checked(raw)
+            spec = with_borrowed_runs(checked(raw))
             check_content(spec, path.parent.name)
             return spec
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if text.startswith(file) else f"{file}: {text}") from error
+
+
+def with_borrowed_runs(spec: Spec) -> Spec:
+    """The spec with the runs of other specs that its contest names: figure-04/adam."""
+    for name in sorted(spec.contest.borrowed()) if spec.contest else ():
+        product, _, run = name.partition("/")
+        lender = load_spec(*product.split("-"))
+        check_name("contest", f"runs of {product}", run, lender.runs)
+        if lender.seeds_of(run) != spec.seeds_of(name):
+            raise ConfigError(f"contest names {name}, which has other seeds: use the same")
+        spec.runs[name] = [*lender.base, *lender.runs[run]]
+    return spec
 
 
 def specs(kind: str) -> list[Path]:

@@ -10,7 +10,14 @@ import pytest
 from experiments.config.errors import ConfigError
 from experiments.products import claims, summaries
 from experiments.products.checks import check_seeds
-from experiments.products.claims import judge_spec, verdict_of, with_corrections
+from experiments.products.claims import (
+    Family,
+    family_of,
+    judge_part,
+    judge_spec,
+    verdict_of,
+    with_corrections,
+)
 from experiments.products.names import RunName
 from experiments.products.schema import Claim, Comparison, Spec
 
@@ -102,7 +109,7 @@ def test_several_runs_are_judged_by_the_largest_difference_of_their_means():
     row = judge_claim(claim(near), groups)
     assert row["verdict"] == "holds" and row["numbers"].startswith("x, range over a, b, c: 0.0333")
     assert judge_claim(claim(near | {"margin": 0.1}), groups)["verdict"] == "inconclusive"
-    far = groups | {"c": group(3, 14, 32)}
+    far = groups | {"c": group(3, 14.1, 31.9)}
     assert judge_claim(claim(near | {"margin": 0.1}), far)["verdict"] == "fails"
     less = {"left": ["a", "b"], "relation": "below", "right": ["a", "b", "c"]}
     row = judge_claim(claim(less), far)
@@ -115,7 +122,9 @@ def test_a_part_fails_a_claim_of_many_parts_only_after_a_correction():
     wrong, right = ({"left": name, "relation": "below"} for name in "ab")
     assert judge_claim(claim(wrong), groups)["verdict"] == "fails"
     row = judge_claim(claim(wrong, *[right] * 9), groups)
-    assert row["verdict"] == "inconclusive" and float(row["p"]) == 0.5
+    assert row["verdict"] == "inconclusive" and float(row["p"]) == pytest.approx(0.5, abs=0.01)
+    single = judge_part(claim(wrong), Comparison(**wrong), groups)
+    assert row["seeds_needed"] == str(single.seeds_to_fail(10)), "to fail after the correction"
 
 
 def test_an_inconclusive_claim_says_how_many_seeds_settle_it():
@@ -123,9 +132,9 @@ def test_an_inconclusive_claim_says_how_many_seeds_settle_it():
     one, two, sure = ({"left": name, "relation": "below"} for name in groups)
     counts = [judge_claim(claim(part, sure), groups)["seeds_needed"] for part in (one, two)]
     assert counts == ["57", "32"]
-    assert judge_claim(claim(one, two), groups)["seeds_needed"] == "57", "both parts must hold"
-    against = judge_claim(claim(one | {"relation": "above"}, two), groups)
-    assert against["seeds_needed"] == "57", "one part that fails is enough"
+    assert judge_claim(claim(one, two), groups)["seeds_needed"] == "76", "both parts must hold"
+    against = judge_claim(claim(one, two | {"relation": "above"}), groups)
+    assert against["seeds_needed"] == "38", "one part that fails is enough, after the correction"
     assert judge_claim(claim(sure), groups)["seeds_needed"] == ""
 
 
@@ -148,9 +157,21 @@ def test_corrections_count_the_claims_that_were_tested():
     row = judge_claim(usual, groups)
     rows = [row | {"id": f"F{i}", "main": "yes" if i < 2 else ""} for i in range(4)]
     exact, open_row = row | {"id": "T1", "p": ""}, {**row, "id": "F9", "p": "", "main": "yes"}
-    corrected = with_corrections([*rows, exact, open_row])
-    assert [r["p_holm"] for r in corrected] == [f"{2 * float(row['p']):.2g}"] * 2 + [""] * 4
+    corrected = with_corrections([*rows, exact, open_row], Family(main=2, all=4))
+    assert [r["p_holm"] for r in corrected] == [f"{2 * float(row['p']):.6g}"] * 2 + [""] * 4
     assert [r["p_bh"] for r in corrected] == [row["p"]] * 4 + [""] * 2
+
+
+def test_corrections_count_the_claims_that_are_not_run():
+    groups = {"a": group(-1, -1.1, -1.3)}
+    row = judge_claim(claim({"left": "a", "relation": "below"}, main=True), groups)
+    (corrected,) = with_corrections([row], Family(main=3, all=10))
+    p = float(row["p"])
+    assert (float(corrected["p_holm"]), float(corrected["p_bh"])) == pytest.approx(
+        (3 * p, 10 * p), rel=1e-4
+    )
+    random = spec(right="b", once=[], margin=0.1)
+    assert family_of([spec(), random, random]) == (0, 2), "exact claims have no p value"
 
 
 def test_the_whole_interval_must_exceed_the_margin():
@@ -162,7 +183,7 @@ def test_the_whole_interval_must_exceed_the_margin():
 def test_seeds_are_compared_in_pairs():
     """Large differences between seeds do not hide a small one within each of them."""
     noise = np.array([-50.0, 3.0, 70.0])
-    assert verdict("below", noise - 1, noise) == "holds"
+    assert verdict("below", noise - [1, 1.1, 0.9], noise) == "holds"
 
 
 def test_a_claim_is_as_good_as_its_worst_part():
@@ -228,7 +249,7 @@ def test_columns_that_a_file_lacks_are_empty(tmp_path):
 
 def test_verdicts_are_read_back_as_written(tmp_path):
     rows = judge_spec(spec(), {"a": group(-1)})
-    claims.write_verdicts(rows, tmp_path / "claims")
+    claims.write_verdicts(rows, tmp_path / "claims", Family(0, 0))
     assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
     page = (tmp_path / "claims.md").read_text()
     assert "| F1 | here | so it is | **holds** |" in page and "1 claims. holds: 1, inc" in page
@@ -275,7 +296,8 @@ def test_falls_on_a_grid_are_counted_along_one_axis():
         ("fails", "desktop", "fails at desktop scale"),
         ("inconclusive", "laptop and paper", "inconclusive at laptop scale"),
         ("fails", "paper", "fails"),
-        ("holds", "desktop", "holds"),
+        ("holds", "desktop", "holds at desktop scale"),
+        ("not run", "laptop", "not run"),
     ],
 )
 def test_a_verdict_names_a_scale_that_may_be_too_small(verdict, scale, words):

@@ -218,10 +218,13 @@ def test_settings_with_a_diverged_run_rank_last(direction):
 
 
 def test_numbers_are_over_the_seeds_and_differences_are_paired():
-    _, best = judged(PAPER, fake(0.1, 0.6, 0.8), beside=["cost"])
-    assert best["score"] == pytest.approx(0.7) and best["score sd"] == pytest.approx(0.02**0.5)
+    _, best = judged(PAPER, fake(0.1, 0.61, 0.79), beside=["cost"])
+    assert best["score"] == pytest.approx(0.7) and best["score sd"] == pytest.approx(0.0162**0.5)
     assert best["score difference"] == pytest.approx(0.1)
-    assert best["score low"] == pytest.approx(best["score high"]) == pytest.approx(0.1)
+    half = (
+        12.706205 * 0.01
+    )  # t with one degree of freedom, times the standard error of 0.11 and 0.09
+    assert (best["score low"], best["score high"]) == pytest.approx((0.1 - half, 0.1 + half))
     assert best["cost difference"] == pytest.approx(-0.1)
 
 

@@ -14,7 +14,14 @@ from experiments.products.checks import checked
 from experiments.products.specs import everything, load_spec, spec_path
 
 EVERY = list(everything())
-FREE = ("runs", "labels", "search", "columns")  # keys below these are names of the author
+FREE = (
+    "runs",
+    "labels",
+    "search",
+    "columns",
+    "paper",
+    "best",
+)  # keys below these are names of the author
 
 
 def raw_spec(kind, name):
@@ -294,7 +301,7 @@ def test_a_mistake_in_a_search_is_one_line(tmp_path, monkeypatch, old, new, mess
         ("figure", "", "title is missing: add it"),
         ("figure", "[]", "[] is invalid: expected a mapping of keys to values"),
         ("figure", "title: x\nseeds: 2", "a figure needs panels: add them"),
-        ("table", "title: x\nseeds: 2", "a table needs rows or search: add them"),
+        ("table", "title: x\nseeds: 2", "a table needs rows or search or contest: add them"),
         ("table", SEARCH.split("rule:")[0], "`search` and `rule` belong together"),
         ("claim", FIGURE.split("claims:")[0], "a claim needs claims: add them"),
     ],
