@@ -14,9 +14,10 @@ from pathlib import Path
 
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.config.paths import shown_path
+from experiments.config.paths import ROOT, shown_path
 from experiments.config.schema import Config
 from experiments.products.make import groups_of, keep_index, update_verdicts, write_product
+from experiments.products.pages import fill_pages
 from experiments.products.report import Place, load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.records import archive, files, provenance
@@ -52,6 +53,8 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
         shutil.rmtree(new / "runs")  # it only holds the lock of runs.csv and claims.csv
         exchange(new, config.published)
         shutil.rmtree(new, ignore_errors=True)
+        if config.published == ROOT / "results" / "published":
+            fill_pages(load_products(Place(config.published)))
     count = f"{complete} of {len(products)} products are made from records"
     yield f"{shown_path(config.published)}: {count}"
 
