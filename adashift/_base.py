@@ -56,6 +56,7 @@ class PerParameter(Optimizer, ABC):
     """
 
     own_options: tuple[str, ...]  # that every checkpoint of the class has
+    foreign_options: tuple[str, ...] = ()  # that none has
 
     def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
         super().__init__(params, self._check(options))
@@ -119,9 +120,10 @@ class PerParameter(Optimizer, ABC):
         """Return a checkpoint, or raise ValueError if another optimizer has saved it."""
         name = type(self).__name__
         for group in state_dict["param_groups"]:
-            if missing := [option for option in self.own_options if option not in group]:
+            wrong = [f"no {option}" for option in self.own_options if option not in group]
+            if wrong := wrong or [option for option in self.foreign_options if option in group]:
                 raise ValueError(
-                    f"the checkpoint has no {', '.join(missing)}, so it is not of {name}: load it "
+                    f"the checkpoint has {', '.join(wrong)}, so it is not of {name}: load it "
                     f"into the optimizer that saved it, or start with a new {name}"
                 )
         return state_dict

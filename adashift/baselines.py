@@ -76,6 +76,7 @@ class SpatialOnly(PerParameter):
     """
 
     own_options = ("betas", "phi")
+    foreign_options = ("n",)  # AdaShift has both of ours
 
     def __init__(
         self,
