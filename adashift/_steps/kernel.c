@@ -244,8 +244,8 @@ static double error_after(const Rule *r, const Job *j, int64_t t, double peak) {
 static int must_sum_again(const Rule *r, const Job *j, int64_t t) {
     if (r->m < 2) return 0;
     const int same = j->number[BETA1] == (REAL)r->beta1 && r->beta1 != 0;
-    const double peak = largest_peak(r, j, t);
-    return !(same && error_after(r, j, t, peak) <= 25 * UNIT * r->total * r->total * peak);
+    const double peak = largest_peak(r, j, t), error = error_after(r, j, t, peak);
+    return !(same && isfinite(error) && error <= 25 * UNIT * r->total * r->total * peak);
 }
 
 static void make_plan(const Rule *r, const Job *j, Plan *q) {

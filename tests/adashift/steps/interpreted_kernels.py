@@ -172,6 +172,17 @@ def test_outlier_leaves_no_trace_in_the_window(outlier, beta1):
             assert error <= optimizer.state[p]["number"][ERROR] < 5e-5
 
 
+def test_inf_leaves_the_window_beside_an_inf_of_another_element():
+    (p,), options = parameters(torch.float64, (2,)), dict(n=6, m=3, phi="none", lr=0.1)
+    optimizer, oracle = make([p], **options), AdaShiftReference(p, **options)
+    for t in range(13):
+        p.grad = torch.ones(2, dtype=torch.float64)
+        p.grad[0 if t == 2 else 1] = math.inf if t in (2, 4) else 1.0
+        expected = oracle.step(p.grad)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_beta1_of_0_takes_the_newest_gradient_beside_inf():
     (p,) = parameters(torch.float32, (70,))
     optimizer = make([p], n=9, m=3, betas=(0.0, 0.999))
