@@ -183,6 +183,10 @@ class AdaShift(PerParameter):
         for p in params:
             taken.setdefault(self._table_of(p, group), []).append(p)
         rest = taken.pop(None, [])
+        flat = {p for key, ps in taken.items() if key[0] is FlatTable for p in ps}
+        for table in plan.tables if plan else ():
+            if isinstance(table, FlatTable):
+                table.release(flat)
         tables = [key[0](ps, [self.state[p] for p in ps], group) for key, ps in taken.items()]
         facts[len(OPTIONS_OF_A_PLAN) :] = self._facts_of(params)  # states may be new
         self._plans[id(group)] = StepPlan(facts, tables, rest)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState, real_gradient
-from adashift._state import TENSORS, is_dense, is_plain
+from adashift._state import TENSORS, is_dense, is_plain, restored
 from adashift._steps import rows_of, single
 from adashift._window import forget_error, total_weight
 
@@ -70,6 +70,13 @@ class FlatTable:
         for state, x in zip(self.states, new, strict=True):
             state[name] = x
         return flat
+
+    def release(self, gathered: set[Tensor]) -> None:
+        """Copy the states that are not gathered again: a view would keep a whole buffer alive."""
+        for p, state in zip(self.params, self.states, strict=True):
+            for name in TENSORS[:-1] if p not in gathered else ():
+                if name in state:
+                    state[name] = restored(p, name, state[name])
 
     def step(self, group: ParamGroup) -> None:
         beta1, beta2 = map(float, group["betas"])

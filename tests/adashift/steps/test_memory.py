@@ -322,6 +322,30 @@ def test_implementation_may_change_without_a_checkpoint(phi):
             torch.testing.assert_close(p.detach(), oracle.theta, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("later", [{}, {"foreach": False}, {"foreach": False, "fused": True}])
+@pytest.mark.parametrize("phi", ["max", "row", "none"])
+def test_parameters_that_are_frozen_one_by_one_keep_no_memory_of_others(phi, later):
+    """foreach has the state of all in flat buffers; in the end, others step the rest."""
+    params = [torch.nn.Parameter(torch.zeros(10, 100).double()) for _ in range(20)]
+    optimizer = AdaShift(params, n=3, phi=phi, foreach=True)
+    oracles = [AdaShiftReference(p, n=3, phi=phi) for p in params]
+    for t in range(20):
+        if t == 15:
+            optimizer.param_groups[0].update(later)
+        for k, (p, oracle) in enumerate(zip(params, oracles, strict=True)):
+            generator = torch.Generator().manual_seed(100 * k + t)
+            g = torch.randn(p.shape, dtype=torch.float64, generator=generator)
+            p.grad = g if k >= t else None
+            if k >= t:
+                oracle.step(g)
+        optimizer.step()
+    for p, oracle in zip(params, oracles, strict=True):
+        torch.testing.assert_close(p.detach(), oracle.theta, rtol=1e-11, atol=1e-12)
+    tensors = [x for p in params for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    assert sum(kept.values()) <= 1.1 * sum(x.nbytes for x in tensors)
+
+
 @pytest.mark.parametrize("mark", ["_is_flat_param", "_fsdp_flattened"])
 def test_parameters_that_fsdp1_has_flattened_are_refused(mark):
     p = torch.nn.Parameter(torch.ones(8))
