@@ -119,7 +119,7 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        given = locals().items()
+        given = dict(locals()).items()  # a debugger adds new names to the dict itself
         super().__init__(
             params, {k: x for k, x in given if k not in ("self", "params", "__class__")}
         )

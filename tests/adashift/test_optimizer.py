@@ -2,6 +2,7 @@ import copy
 import doctest
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -404,6 +405,20 @@ def test_invalid_options_raise_in_constructor_and_groups(options, message):
 def test_unknown_arguments_raise(name):
     with pytest.raises(TypeError, match=name):
         AdaShift([torch.nn.Parameter(torch.zeros(1))], **{name: 1})
+
+
+def test_a_debugger_that_reads_locals_adds_no_option():
+    def trace(frame, *_):
+        frame.f_locals  # noqa: B018
+        return trace
+
+    p, before = torch.nn.Parameter(torch.zeros(1)), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        traced = AdaShift([p])
+    finally:
+        sys.settrace(before)
+    assert traced.defaults.keys() == AdaShift([p]).defaults.keys()
 
 
 def test_betas_become_a_tuple():
