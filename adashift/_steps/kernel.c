@@ -93,6 +93,17 @@ static BITS largest_of(const REAL *x, int n, BITS top) {
     return top;
 }
 
+/* In double, since a float may overflow; eight sums, since the compiler may not reorder one. */
+static double sum_of_squares(const REAL *x, int n) {
+    double part[8] = {0}, rest = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int k = 0; k < 8; k++) part[k] += (double)x[i + k] * x[i + k];
+    for (; i < n; i++) rest += (double)x[i] * x[i];
+    for (int k = 0; k < 8; k++) rest += part[k];
+    return rest;
+}
+
 static double larger(double a, double b) { return a > b || a != a ? a : b; }
 
 #ifdef BF16_SLOT
@@ -161,7 +172,7 @@ static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, i
     BITS top = 0;
     for (const int64_t end = a + n; a < end; a += PIECE) {
         const int size = end - a < PIECE ? end - a : PIECE;
-        REAL turned[PIECE], squares = 0;
+        REAL turned[PIECE];
 #ifdef BF16_PARAM
         REAL p[PIECE], g[PIECE];
         for (int i = 0; i < size; i++) p[i] = from_bf16(j->p[a + i]), g[i] = from_bf16(j->g[a + i]);
@@ -175,10 +186,7 @@ static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, i
             x = turned;
         }
         top = largest_of(x, size, top);
-        if (q->phi == MEAN) {
-            for (int i = 0; i < size; i++) squares += x[i] * x[i];
-            *square += squares;
-        }
+        if (q->phi == MEAN) *square += sum_of_squares(x, size);
         if (r->m != 1) absorb(r, j, q, a, size, x);
         const REAL *s = r->m == 1 ? x : j->sum + a;
         if (q->phi == NONE) move_elements(r, j, q, a, size, p, x, s);
