@@ -182,7 +182,9 @@ static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, i
 #endif
         const REAL *x = g;
         if (r->sign != 1 || r->coupled != 0) {
-            for (int i = 0; i < size; i++) turned[i] = (REAL)r->sign * g[i] + (REAL)r->coupled * p[i];
+            const REAL sign = r->sign, coupled = r->coupled; /* 0 · inf is NaN */
+            for (int i = 0; i < size; i++)
+                turned[i] = coupled == 0 ? sign * g[i] : sign * g[i] + coupled * p[i];
             x = turned;
         }
         top = largest_of(x, size, top);

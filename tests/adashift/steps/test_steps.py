@@ -208,6 +208,16 @@ def test_nan_propagates(implementation):
 
 
 @every_implementation
+def test_infinite_parameter_does_not_reach_the_gradient_without_coupled_decay(implementation):
+    p = torch.nn.Parameter(torch.tensor([math.inf, 1.0]))
+    opt = AdaShift([p], n=1, lr=0.1, maximize=True, **implementation)
+    for _ in range(3):
+        p.grad = torch.ones(2)
+        opt.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([math.inf, 1.2]))
+
+
+@every_implementation
 def test_block_with_zero_v_is_not_updated(implementation):
     for phi in PHIS:
         p = torch.nn.Parameter(torch.zeros(3))
