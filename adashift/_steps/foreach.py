@@ -116,14 +116,14 @@ class FlatTable:
             return (self.g, 1.0) if m == 1 else single.endless_sum(self.g, self.flat, beta1)
         slots = self.flat["slots"]
         slots[t % m].copy_(self.g)
-        if beta1 == 0:
-            return slots[t % m].to(self.g.dtype), 1.0
+        if beta1 == 0 or slots.dtype != self.g.dtype:  # mv would need a wide copy of all slots
+            return single.sum_slots(slots, t, beta1, self.flat["sum"]), total_weight(beta1, m)
         if beta1 not in self.weights:
             ages = [[(j - k) % m for k in range(m)] for j in range(m)]
             weights = torch.tensor(beta1, dtype=torch.float64) ** torch.tensor(ages)
             self.weights = {beta1: weights.to(self.g, non_blocking=True)}
         weights = self.weights[beta1][t % m]
-        return torch.mv(slots.t().to(self.g.dtype), weights), total_weight(beta1, m)
+        return torch.mv(slots.t(), weights), total_weight(beta1, m)
 
     def to_blocks(self, x: float | Tensor) -> float | Tensor:
         """A number for each parameter → one for each v."""

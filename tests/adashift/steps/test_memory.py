@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adashift import AdamNC, AdaShift, SpatialOnly
 from adashift._window import total_weight
@@ -387,6 +388,28 @@ def test_slots_in_bfloat16_follow_rounded_gradients(way):
         optimizer.step()
         torch.testing.assert_close(q.detach().double(), expected, rtol=1e-4, atol=1e-5)
     assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+
+
+class CopySizes(TorchDispatchMode):
+    """Notes how many elements are converted to another dtype at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = [0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append(out.numel())
+        return out
+
+
+@every_way
+def test_slots_in_bfloat16_are_never_copied_as_a_whole(way):
+    p, optimizer = trained(way, state_dtype=torch.bfloat16)
+    with CopySizes() as sizes:
+        optimizer.step()
+    assert max(sizes.found) <= p.numel()
 
 
 def test_endless_window_warns_where_v_and_m_share_much():
