@@ -194,13 +194,13 @@ class AdaShift(PerParameter):
     def _table_of(self, p: Tensor, group: ParamGroup) -> Any:
         """What steps p together with all that share the key; None if it goes alone."""
         state = self._state_of(p, group)
+        slots = state["slots"].dtype if "slots" in state else None
         if may_use_kernels(p, group) and fits_kernels(p, state, group):
             for table in (GpuTable, CpuTable):
                 if table.takes(p, group):
-                    slots = state["slots"].dtype if "slots" in state else None
                     return table, p.device, p.dtype, slots
         if FlatTable.takes(p, group):
-            return FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
+            return FlatTable, p.device, p.dtype, slots, state["number"].dtype, int(state["step"])
         return None
 
     def _facts_of(self, params: list[Tensor]) -> list[Any]:

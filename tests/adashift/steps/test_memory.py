@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adashift import AdamNC, AdaShift, SpatialOnly
+from adashift._state import new_state
 from adashift._window import total_weight
 from adashift.reference import AdaShiftReference
 
@@ -388,6 +389,23 @@ def test_slots_in_bfloat16_follow_rounded_gradients(way):
         optimizer.step()
         torch.testing.assert_close(q.detach().double(), expected, rtol=1e-4, atol=1e-5)
     assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+
+
+@every_way
+def test_slots_keep_their_dtype_beside_others(way):
+    """One parameter continues a float32 checkpoint, the other starts with bfloat16 slots."""
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = AdaShift([q, p], n=3, **way)
+    p.grad = torch.full_like(p, 1 / 3)
+    optimizer.step()
+    optimizer.param_groups[0]["state_dtype"] = torch.bfloat16
+    optimizer.state[q].update(new_state(q, optimizer.param_groups[0]))
+    optimizer.state[q]["step"].add_(1)
+    q.grad = torch.ones_like(q)
+    optimizer.step()
+    assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+    assert optimizer.state[p]["slots"].dtype == torch.float32
+    assert (optimizer.state[p]["slots"][1:] == p.grad).all()
 
 
 class CopySizes(TorchDispatchMode):
