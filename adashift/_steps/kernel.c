@@ -39,7 +39,7 @@ typedef struct {
     REAL *sum;
     SLOT *slots;
     REAL *v, *phi, *number; /* phi: of the last n steps; number: see the places above */
-    int64_t *step, size, rows, key; /* key: another one for each parameter */
+    int64_t *step, size, rows, key; /* key: its place among the jobs, for the noise */
     const PARAM *g;
 } Job;
 

@@ -376,6 +376,16 @@ def test_stochastic_rounding_is_right_on_average(way):
     assert 0.8 * spread < ends[True].std() < 1.2 * spread
 
 
+def test_fused_stochastic_rounding_is_equal_in_replicas_with_other_seeds():
+    ends = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        options = dict(lr=1e-3, dtype=torch.bfloat16, stochastic_rounding=True)
+        p, _ = trained({"fused": True}, (500,), **options)
+        ends.append(p.detach())
+    assert torch.equal(*ends) and ends[0].unique().numel() > 1
+
+
 @every_way
 def test_slots_in_bfloat16_follow_rounded_gradients(way):
     p = torch.nn.Parameter(torch.zeros(700).double())
