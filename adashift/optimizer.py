@@ -160,8 +160,11 @@ class AdaShift(PerParameter):
         plans: dict[int, StepPlan] = self.__dict__.setdefault("_kept_plans", {})
         return plans
 
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        self._plans.clear()  # they hold the old state, under the ids of old groups
+        super()._restore(state_dict)
+
     def _restored(self, key: str, value: Tensor, p: Tensor) -> Tensor:
-        self._plans.clear()
         return restored(real_view(p), key, value)
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -88,6 +89,14 @@ def test_replaced_state_is_noticed(way):
             optimizer.step()
         ends.append((p.detach(), optimizer.state[p]["slots"].clone()))
     assert all(map(torch.equal, *ends))
+
+
+@every_way
+def test_empty_checkpoint_frees_the_old_state(way):
+    p, optimizer = trained(way)
+    old = weakref.ref(optimizer.state[p]["slots"])
+    optimizer.load_state_dict(AdaShift([p], n=3, **way).state_dict())
+    assert not optimizer.state and old() is None
 
 
 @every_way
