@@ -107,6 +107,7 @@ def rounded(x: Tensor, dtype: torch.dtype, group: ParamGroup) -> Tensor:
     """x, whose last bits are rounded up or down by chance if that is asked for."""
     if not (group["stochastic_rounding"] and dtype == torch.bfloat16):
         return x
+    x = x.float()  # the state may still be that of a float64 parameter
     noise = torch.randint_like(x, 2**16, dtype=torch.int32)
     found = ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
     return torch.where(x.isfinite(), found, x)

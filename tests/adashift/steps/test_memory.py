@@ -385,6 +385,17 @@ def test_stochastic_rounding_is_right_on_average(way):
     assert 0.8 * spread < ends[True].std() < 1.2 * spread
 
 
+@every_way
+def test_stochastic_rounding_with_the_state_of_a_float64_parameter(way):
+    p, optimizer = trained(way, dtype=torch.float64, stochastic_rounding=True)
+    before = p.detach().clone()
+    p.data = p.data.bfloat16()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["sum"].dtype == torch.float64
+    assert (p < before).all() and (p > before - 0.05).all()
+
+
 def test_fused_stochastic_rounding_is_equal_in_replicas_with_other_seeds():
     ends = []
     for seed in range(2):
