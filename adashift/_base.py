@@ -65,6 +65,7 @@ class PerParameter(Optimizer, ABC):
         super().add_param_group(self._check({**self.defaults, **param_group}))
         for p in self.param_groups[-1]["params"]:
             if not (p.is_floating_point() or p.is_complex()):
+                self.param_groups.pop()
                 raise ValueError(
                     f"a parameter has dtype {p.dtype}; it must be floating-point or complex: "
                     "convert it with .float(), or register it as a buffer"

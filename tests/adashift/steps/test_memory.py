@@ -488,8 +488,11 @@ def test_bad_switches_are_errors(options, message):
 
 
 def test_integer_parameters_are_errors():
-    with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point .*\.float\(\)"):
-        AdaShift([torch.zeros(3, dtype=torch.int64)])
+    optimizer, whole = AdaShift([torch.zeros(3)]), torch.zeros(3, dtype=torch.int64)
+    for add in (lambda: AdaShift([whole]), lambda: optimizer.add_param_group({"params": [whole]})):
+        with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point .*\.float"):
+            add()
+    assert len(optimizer.param_groups) == 1
 
 
 RULES = [AdaShift, AdamNC, SpatialOnly]
