@@ -15,7 +15,7 @@ ParamGroup = dict[str, Any]
 
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
-    """Return x as a plain number if it lies in [low, high) (or [low, high] for end="]")."""
+    """Return x as a float, or the Tensor itself, if it is in [low, high); end="]" allows high."""
     number = x if isinstance(x, Tensor) and x.numel() == 1 else nan
     number = float(x) if isinstance(x, Real) else number
     if not (low <= number < high or (end == "]" and number == high)):

@@ -138,8 +138,8 @@ class AdaShift(PerParameter):
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": betas,
-            "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
-            "weight_decay": check_number("weight_decay", options["weight_decay"], 0, inf, 0),
+            "eps": float(check_number("eps", options["eps"], 0, inf, 1e-8)),
+            "weight_decay": float(check_number("weight_decay", options["weight_decay"], 0, inf, 0)),
             "n": n,
             "m": m if m in (None, inf) else check_count("m", m, n, f"m=None means n={n}"),
             **{name: check_switch(name, options[name]) for name in SWITCHES},
