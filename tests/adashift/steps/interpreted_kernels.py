@@ -69,8 +69,8 @@ def like(p, generator, scale=1.0):
 
 
 def layouts(dtype):
-    """Tensors of no dimension, of one element, of several tiles; two are not contiguous."""
-    flat = parameters(dtype, (), (1,), (150,), (9, 17), (3, 2, 2, 4))
+    """No dimension, one element, several tiles, rows longer than a tile, channels last."""
+    flat = parameters(dtype, (), (1,), (150,), (9, 17), (3, 2, 2, 4), (3, 100))
     last = parameters(dtype, (4, 3, 3, 5))[0].detach().to(memory_format=torch.channels_last)
     return [*flat, last.requires_grad_()]
 
