@@ -70,7 +70,7 @@ class AdaShift(PerParameter):
             (element-wise), or a function of g² whose result broadcasts to g. Only names can be
             saved in a weights_only checkpoint.
         weight_decay: weight decay coefficient λ.
-        decoupled_weight_decay: multiply θ by 1 − lr·λ at every step, as AdamW does; False adds λθ
+        decoupled_weight_decay: multiply θ by 1 − lr·λ at every update, as AdamW does; False adds λθ
             to the gradient, as Adam does.
         maximize: maximize the objective instead of minimizing it.
         foreach: use the foreach implementation; None uses it on a GPU without Triton.
