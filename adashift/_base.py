@@ -15,7 +15,7 @@ ParamGroup = dict[str, Any]
 
 
 def check_number(name: str, x: Any, low: float, high: float, usual: float, end: str = ")") -> Any:
-    """Return x as a plain number if it lies in [low, high) (or [low, high] for end="]")."""
+    """Return x as a float, or the Tensor itself, if it is in [low, high); end="]" allows high."""
     number = x if isinstance(x, Tensor) and x.numel() == 1 else nan
     number = float(x) if isinstance(x, Real) else number
     if not (low <= number < high or (end == "]" and number == high)):
@@ -56,6 +56,7 @@ class PerParameter(Optimizer, ABC):
     """
 
     own_options: tuple[str, ...]  # that every checkpoint of the class has
+    foreign_options: tuple[str, ...] = ()  # that none has
 
     def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
         super().__init__(params, self._check(options))
@@ -64,6 +65,7 @@ class PerParameter(Optimizer, ABC):
         super().add_param_group(self._check({**self.defaults, **param_group}))
         for p in self.param_groups[-1]["params"]:
             if not (p.is_floating_point() or p.is_complex()):
+                self.param_groups.pop()
                 raise ValueError(
                     f"a parameter has dtype {p.dtype}; it must be floating-point or complex: "
                     "convert it with .float(), or register it as a buffer"
@@ -119,9 +121,10 @@ class PerParameter(Optimizer, ABC):
         """Return a checkpoint, or raise ValueError if another optimizer has saved it."""
         name = type(self).__name__
         for group in state_dict["param_groups"]:
-            if missing := [option for option in self.own_options if option not in group]:
+            wrong = [f"no {option}" for option in self.own_options if option not in group]
+            if wrong := wrong or [option for option in self.foreign_options if option in group]:
                 raise ValueError(
-                    f"the checkpoint has no {', '.join(missing)}, so it is not of {name}: load it "
+                    f"the checkpoint has {', '.join(wrong)}, so it is not of {name}: load it "
                     f"into the optimizer that saved it, or start with a new {name}"
                 )
         return state_dict

@@ -108,8 +108,8 @@ def check_state(theta: Tensor, state: ParamState, group: ParamGroup) -> None:
     """Raise RuntimeError if this is not the state of this parameter with these options."""
     if "number" not in state:
         raise RuntimeError(
-            f"the state has {', '.join(map(str, state))}: it is that of another optimizer or of "
-            "AdaShift 0.1; start with a new AdaShift"
+            f"the state has {', '.join(map(str, state))}: it is that of another optimizer or of an "
+            "earlier version; start with a new AdaShift"
         )
     for name, new in options_of(group).items():
         if (old := state[name]) != new:

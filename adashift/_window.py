@@ -70,7 +70,8 @@ class Bound:
         self.peak = largest(peaks)
         error = beta1 * error + self.rounding(self.peak)
         same = beta1 != 0 and last_beta1 == torch.tensor(beta1, dtype=number.dtype).item()
-        self.sums_again = not (same and error <= 25 * self.unit * self.total**2 * self.peak)
+        most = 25 * self.unit * self.total**2 * self.peak
+        self.sums_again = not (same and error < inf and error <= most)
 
     def rounding(self, peak: float) -> float:
         return 3 * self.unit * (self.total + 2 * self.beta1**self.m) * largest([peak, self.leaving])

@@ -43,7 +43,7 @@ class AdamNC(PerParameter):
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.001),
             "beta1": check_number("beta1", options["beta1"], 0, 1, 0.9),
-            "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
+            "eps": float(check_number("eps", options["eps"], 0, inf, 1e-8)),
         }
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -76,6 +76,7 @@ class SpatialOnly(PerParameter):
     """
 
     own_options = ("betas", "phi")
+    foreign_options = ("n",)  # AdaShift has both of ours
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class SpatialOnly(PerParameter):
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": check_betas(options["betas"]),
-            "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
+            "eps": float(check_number("eps", options["eps"], 0, inf, 1e-8)),
         }
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class AdaShift(PerParameter):
             (element-wise), or a function of g² whose result broadcasts to g. Only names can be
             saved in a weights_only checkpoint.
         weight_decay: weight decay coefficient λ.
-        decoupled_weight_decay: multiply θ by 1 − lr·λ at every step, as AdamW does; False adds λθ
+        decoupled_weight_decay: multiply θ by 1 − lr·λ at every update, as AdamW does; False adds λθ
             to the gradient, as Adam does.
         maximize: maximize the objective instead of minimizing it.
         foreach: use the foreach implementation; None uses it on a GPU without Triton.
@@ -119,7 +119,7 @@ class AdaShift(PerParameter):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        given = locals().items()
+        given = dict(locals()).items()  # a debugger adds new names to the dict itself
         super().__init__(
             params, {k: x for k, x in given if k not in ("self", "params", "__class__")}
         )
@@ -138,8 +138,8 @@ class AdaShift(PerParameter):
         return options | {
             "lr": check_number("lr", options["lr"], 0, inf, 0.01),
             "betas": betas,
-            "eps": check_number("eps", options["eps"], 0, inf, 1e-8),
-            "weight_decay": check_number("weight_decay", options["weight_decay"], 0, inf, 0),
+            "eps": float(check_number("eps", options["eps"], 0, inf, 1e-8)),
+            "weight_decay": float(check_number("weight_decay", options["weight_decay"], 0, inf, 0)),
             "n": n,
             "m": m if m in (None, inf) else check_count("m", m, n, f"m=None means n={n}"),
             **{name: check_switch(name, options[name]) for name in SWITCHES},
@@ -160,8 +160,11 @@ class AdaShift(PerParameter):
         plans: dict[int, StepPlan] = self.__dict__.setdefault("_kept_plans", {})
         return plans
 
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        self._plans.clear()  # they hold the old state, under the ids of old groups
+        super()._restore(state_dict)
+
     def _restored(self, key: str, value: Tensor, p: Tensor) -> Tensor:
-        self._plans.clear()
         return restored(real_view(p), key, value)
 
     def _validate(self, params: list[Tensor], group: ParamGroup) -> None:
@@ -183,6 +186,10 @@ class AdaShift(PerParameter):
         for p in params:
             taken.setdefault(self._table_of(p, group), []).append(p)
         rest = taken.pop(None, [])
+        flat = {p for key, ps in taken.items() if key[0] is FlatTable for p in ps}
+        for table in plan.tables if plan else ():
+            if isinstance(table, FlatTable):
+                table.release(flat)
         tables = [key[0](ps, [self.state[p] for p in ps], group) for key, ps in taken.items()]
         facts[len(OPTIONS_OF_A_PLAN) :] = self._facts_of(params)  # states may be new
         self._plans[id(group)] = StepPlan(facts, tables, rest)
@@ -190,13 +197,13 @@ class AdaShift(PerParameter):
     def _table_of(self, p: Tensor, group: ParamGroup) -> Any:
         """What steps p together with all that share the key; None if it goes alone."""
         state = self._state_of(p, group)
+        slots = state["slots"].dtype if "slots" in state else None
         if may_use_kernels(p, group) and fits_kernels(p, state, group):
             for table in (GpuTable, CpuTable):
                 if table.takes(p, group):
-                    slots = state["slots"].dtype if "slots" in state else None
                     return table, p.device, p.dtype, slots
         if FlatTable.takes(p, group):
-            return FlatTable, p.device, p.dtype, state["number"].dtype, int(state["step"])
+            return FlatTable, p.device, p.dtype, slots, state["number"].dtype, int(state["step"])
         return None
 
     def _facts_of(self, params: list[Tensor]) -> list[Any]:

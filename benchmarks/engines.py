@@ -7,6 +7,7 @@ Engines that `make setup-cluster` has not installed are skipped. Run it on an id
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -69,12 +70,12 @@ class Sweep:
         return self.folder / "log"
 
 
-def launch_once(sweep: Sweep) -> int:
+def launch_once(sweep: Sweep) -> float:
     sweep.wait_for(sweep.start())
     return count_retrained(sweep)
 
 
-def kill_launcher(sweep: Sweep) -> int:
+def kill_launcher(sweep: Sweep) -> float:
     """Kill the launcher when half of the runs are finished, then rerun the same command."""
     launcher = sweep.start()
     runs = sweep.runs()
@@ -89,18 +90,20 @@ def kill_launcher(sweep: Sweep) -> int:
     return sum(run.info != before.get(run.folder, run.info) for run in runs)
 
 
-def launch_twice(sweep: Sweep) -> int:
+def launch_twice(sweep: Sweep) -> float:
     sweep.wait_for(sweep.start(), sweep.start())
     return count_retrained(sweep)
 
 
-def count_retrained(sweep: Sweep) -> int:
-    """Return the trainings beyond one per run; submitit's jobs have other logs and do not count."""
+def count_retrained(sweep: Sweep) -> float:
+    """Return the trainings beyond one per run; NaN for submitit, whose jobs have other logs."""
+    if any("submitit" in override for override in sweep.overrides):
+        return math.nan
     started = len(STARTED.findall(sweep.log.read_text(errors="replace")))
     return max(0, started - len(sweep.runs()))
 
 
-Trial = Callable[[Sweep], int]  # trains the sweep and returns how many runs were trained again
+Trial = Callable[[Sweep], float]  # trains the sweep and returns how many runs were trained again
 
 
 def trials(quick: bool) -> dict[str, tuple[list[str], Trial]]:
@@ -165,7 +168,7 @@ def engines_summary(table: pd.DataFrame) -> pd.DataFrame:
                 "seconds": f"{part['seconds'].median():.0f}",
                 "speedup": f"{part['faster'].median():.2f}",
                 "range": f"{part['faster'].min():.2f}–{part['faster'].max():.2f}",
-                "trained again": part["again"].sum(),
+                "trained again": "–" if part["again"].isna().any() else part["again"].sum(),
                 "records that differ": part["differ"].sum(),
             }
         )
@@ -181,7 +184,8 @@ with `engine=` as named. Seconds are those of the whole command, including the s
 processes. Every round runs each trial once in a new folder; the speedup is relative to {SERIAL} in
 the same round: median and range. Launcher killed: SIGKILL when half of the runs are finished, then
 the same command again; a finished run that is trained again is counted. Two launchers: the same
-command twice at the same time. A record differs if a byte of metrics.csv or of a file beside it
+command twice at the same time. The jobs of submitit have other logs, in which trainings are not
+counted. A record differs if a byte of metrics.csv or of a file beside it
 does, except run.json, which has times. Ray first starts a cluster of one node; its workers run at
 nice 15."""
 

@@ -40,7 +40,7 @@ from experiments.records.run import Run
 from experiments.training.execute import execute
 from experiments.training.pool import attempt
 
-SHAPES = [(), (1,), (1000,), (70_003,), (33, 129), (16, 3, 3, 3)]
+SHAPES = [(), (1,), (1000,), (70_003,), (33, 129), (16, 3, 3, 3), (3, 5000)]
 WINDOWS: dict[str, dict[str, Any]] = {"m=1": dict(m=1), "m=3": dict(m=3), "m=inf": dict(m=math.inf)}
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -302,14 +302,15 @@ def page(
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Check AdaShift on this machine's GPU.")
-    parser.add_argument("--quick", action="store_true", help="small lists: seconds, no meaning")
+    parser.add_argument("--quick", action="store_true", help="two experiments, small lists")
     parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
     arguments = parser.parse_args(words)
     if not torch.cuda.is_available():
         sys.exit("error: torch finds no GPU; run this on a machine with CUDA or ROCm and a driver")
     warnings.filterwarnings("ignore", "m=inf with betas")  # a short n, on purpose
     checks = check_rows(torch.device("cuda", 0))
-    trained = train_rows("cuda:0", choices_of("experiment"))
+    experiments = ["mnist_lr", "lemma_2"] if arguments.quick else choices_of("experiment")
+    trained = train_rows("cuda:0", experiments)
     agreement = published_agreement("cuda:0")
     lists = parameter_lists(arguments.quick).items()
     times = pd.concat([time_rows(name, shapes, rounds) for name, (shapes, rounds) in lists])

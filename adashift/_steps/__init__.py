@@ -44,7 +44,11 @@ def rows_of(p: Tensor, group: ParamGroup) -> int:
 
 
 def row_of(p: Tensor, state: ParamState, rows: int, key: int) -> list[int]:
-    """What the kernels read of a parameter; the addresses of gradients follow in every step."""
+    """What the kernels read of a parameter; the addresses of gradients follow in every step.
+
+    The noise of stochastic rounding depends on t and `key`, the place in the table, and not on a
+    random generator: replicas of a model must round alike, whatever their seeds are.
+    """
     state |= {name: compact(state[name]) for name in ("slots", "phi", "number") if name in state}
     kept = [address_of(state.get(name)) for name in TENSORS]
     return [address_of(p), *kept, p.numel(), rows, key]

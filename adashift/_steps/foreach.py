@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adashift._base import ParamGroup, ParamState, real_gradient
-from adashift._state import TENSORS, is_dense, is_plain
+from adashift._state import TENSORS, is_dense, is_plain, restored
 from adashift._steps import rows_of, single
 from adashift._window import forget_error, total_weight
 
@@ -71,6 +71,13 @@ class FlatTable:
             state[name] = x
         return flat
 
+    def release(self, gathered: set[Tensor]) -> None:
+        """Copy the states that are not gathered again: a view would keep a whole buffer alive."""
+        for p, state in zip(self.params, self.states, strict=True):
+            for name in TENSORS[:-1] if p not in gathered else ():
+                if name in state:
+                    state[name] = restored(p, name, state[name])
+
     def step(self, group: ParamGroup) -> None:
         beta1, beta2 = map(float, group["betas"])
         torch._foreach_add_([state["step"] for state in self.states], 1)
@@ -109,14 +116,14 @@ class FlatTable:
             return (self.g, 1.0) if m == 1 else single.endless_sum(self.g, self.flat, beta1)
         slots = self.flat["slots"]
         slots[t % m].copy_(self.g)
-        if beta1 == 0:
-            return slots[t % m].to(self.g.dtype), 1.0
+        if beta1 == 0 or slots.dtype != self.g.dtype:  # mv would need a wide copy of all slots
+            return single.sum_slots(slots, t, beta1, self.flat["sum"]), total_weight(beta1, m)
         if beta1 not in self.weights:
             ages = [[(j - k) % m for k in range(m)] for j in range(m)]
             weights = torch.tensor(beta1, dtype=torch.float64) ** torch.tensor(ages)
             self.weights = {beta1: weights.to(self.g, non_blocking=True)}
         weights = self.weights[beta1][t % m]
-        return torch.mv(slots.t().to(self.g.dtype), weights), total_weight(beta1, m)
+        return torch.mv(slots.t(), weights), total_weight(beta1, m)
 
     def to_blocks(self, x: float | Tensor) -> float | Tensor:
         """A number for each parameter → one for each v."""

@@ -39,7 +39,7 @@ typedef struct {
     REAL *sum;
     SLOT *slots;
     REAL *v, *phi, *number; /* phi: of the last n steps; number: see the places above */
-    int64_t *step, size, rows, key; /* key: another one for each parameter */
+    int64_t *step, size, rows, key; /* key: its place among the jobs, for the noise */
     const PARAM *g;
 } Job;
 
@@ -91,6 +91,17 @@ static inline BITS magnitude(REAL x) {
 static BITS largest_of(const REAL *x, int n, BITS top) {
     for (int i = 0; i < n; i++) top = magnitude(x[i]) > top ? magnitude(x[i]) : top;
     return top;
+}
+
+/* In double, since a float may overflow; eight sums, since the compiler may not reorder one. */
+static double sum_of_squares(const REAL *x, int n) {
+    double part[8] = {0}, rest = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int k = 0; k < 8; k++) part[k] += (double)x[i + k] * x[i + k];
+    for (; i < n; i++) rest += (double)x[i] * x[i];
+    for (int k = 0; k < 8; k++) rest += part[k];
+    return rest;
 }
 
 static double larger(double a, double b) { return a > b || a != a ? a : b; }
@@ -161,7 +172,7 @@ static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, i
     BITS top = 0;
     for (const int64_t end = a + n; a < end; a += PIECE) {
         const int size = end - a < PIECE ? end - a : PIECE;
-        REAL turned[PIECE], squares = 0;
+        REAL turned[PIECE];
 #ifdef BF16_PARAM
         REAL p[PIECE], g[PIECE];
         for (int i = 0; i < size; i++) p[i] = from_bf16(j->p[a + i]), g[i] = from_bf16(j->g[a + i]);
@@ -171,14 +182,13 @@ static double step_span(const Rule *r, const Job *j, const Plan *q, int64_t a, i
 #endif
         const REAL *x = g;
         if (r->sign != 1 || r->coupled != 0) {
-            for (int i = 0; i < size; i++) turned[i] = (REAL)r->sign * g[i] + (REAL)r->coupled * p[i];
+            const REAL sign = r->sign, coupled = r->coupled; /* 0 · inf is NaN */
+            for (int i = 0; i < size; i++)
+                turned[i] = coupled == 0 ? sign * g[i] : sign * g[i] + coupled * p[i];
             x = turned;
         }
         top = largest_of(x, size, top);
-        if (q->phi == MEAN) {
-            for (int i = 0; i < size; i++) squares += x[i] * x[i];
-            *square += squares;
-        }
+        if (q->phi == MEAN) *square += sum_of_squares(x, size);
         if (r->m != 1) absorb(r, j, q, a, size, x);
         const REAL *s = r->m == 1 ? x : j->sum + a;
         if (q->phi == NONE) move_elements(r, j, q, a, size, p, x, s);
@@ -244,8 +254,8 @@ static double error_after(const Rule *r, const Job *j, int64_t t, double peak) {
 static int must_sum_again(const Rule *r, const Job *j, int64_t t) {
     if (r->m < 2) return 0;
     const int same = j->number[BETA1] == (REAL)r->beta1 && r->beta1 != 0;
-    const double peak = largest_peak(r, j, t);
-    return !(same && error_after(r, j, t, peak) <= 25 * UNIT * r->total * r->total * peak);
+    const double peak = largest_peak(r, j, t), error = error_after(r, j, t, peak);
+    return !(same && isfinite(error) && error <= 25 * UNIT * r->total * r->total * peak);
 }
 
 static void make_plan(const Rule *r, const Job *j, Plan *q) {

@@ -49,10 +49,16 @@ def window_sum(g: Tensor, state: ParamState, t: int, beta1: float) -> Moment:
     else:
         forget_error(state)
     slots[t % m].copy_(g)
-    total.copy_(slots[t % m if beta1 == 0 else (t + 1) % m])
+    return sum_slots(slots, t, beta1, total), total_weight(beta1, m)
+
+
+def sum_slots(slots: Tensor, t: int, beta1: float, out: Tensor) -> Tensor:
+    """Σ_i β1^i g_{t-i}"""
+    m = len(slots)
+    out.copy_(slots[t % m if beta1 == 0 else (t + 1) % m])
     for k in range(2, m + 1) if beta1 else ():  # the oldest first
-        torch.add(slots[(t + k) % m], total, alpha=beta1, out=total)
-    return total, total_weight(beta1, m)
+        torch.add(slots[(t + k) % m], out, alpha=beta1, out=out)
+    return out
 
 
 def endless_sum(g: Tensor, state: ParamState, beta1: float) -> Moment:
@@ -101,6 +107,7 @@ def rounded(x: Tensor, dtype: torch.dtype, group: ParamGroup) -> Tensor:
     """x, whose last bits are rounded up or down by chance if that is asked for."""
     if not (group["stochastic_rounding"] and dtype == torch.bfloat16):
         return x
+    x = x.float()  # the state may still be that of a float64 parameter
     noise = torch.randint_like(x, 2**16, dtype=torch.int32)
     found = ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
     return torch.where(x.isfinite(), found, x)

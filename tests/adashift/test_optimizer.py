@@ -2,6 +2,7 @@ import copy
 import doctest
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -324,6 +325,14 @@ def test_resumes_bit_identically_at_every_step(n, m, phi, dtype, tmp_path):
         same_state(opt.state[p], resumed.state[q])
 
 
+def test_only_lr_and_betas_stay_tensors():
+    """A scheduler may change these in place."""
+    given = {name: torch.tensor(0.5) for name in ("lr", "eps", "weight_decay")}
+    (group,) = AdaShift([torch.nn.Parameter(torch.zeros(1))], **given).param_groups
+    assert group["lr"] is given["lr"]
+    assert (type(group["eps"]), type(group["weight_decay"])) == (float, float)
+
+
 def test_numpy_options_can_be_saved(tmp_path):
     options = dict(lr=np.float64(0.1), betas=np.array([0.9, 0.99]), n=np.int64(3), m=np.int64(2))
     opt = AdaShift([parameter(torch.zeros(2))], **options)
@@ -404,6 +413,20 @@ def test_invalid_options_raise_in_constructor_and_groups(options, message):
 def test_unknown_arguments_raise(name):
     with pytest.raises(TypeError, match=name):
         AdaShift([torch.nn.Parameter(torch.zeros(1))], **{name: 1})
+
+
+def test_a_debugger_that_reads_locals_adds_no_option():
+    def trace(frame, *_):
+        frame.f_locals  # noqa: B018
+        return trace
+
+    p, before = torch.nn.Parameter(torch.zeros(1)), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        traced = AdaShift([p])
+    finally:
+        sys.settrace(before)
+    assert traced.defaults.keys() == AdaShift([p]).defaults.keys()
 
 
 def test_betas_become_a_tuple():

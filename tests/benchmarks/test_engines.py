@@ -45,6 +45,17 @@ def test_runs_that_are_trained_again_are_counted(tmp_path):
     assert count_retrained(sweep) == 1
 
 
+def test_submitit_has_no_count_of_trainings(tmp_path):
+    """Its jobs have logs of their own."""
+    sweep = Sweep(tmp_path, ["experiment=mnist_lr", "engine=submitit_local"])
+    sweep.log.touch()
+    again = pd.Series([0, count_retrained(sweep)], dtype=object)  # as rows of several types have it
+    rows = pd.DataFrame({"trial": [SERIAL, "submitit_local"], "again": again})
+    rows = rows.assign(seconds=1.0, runs=12, faster=1.0, differ=0)
+    assert engines_summary(rows)["trained again"].tolist() == [0, "–"]
+    engines.check_engines(rows, tmp_path, quick=False)
+
+
 def test_a_failed_sweep_stops_the_benchmark_with_its_message(tmp_path):
     sweep = Sweep(tmp_path, ["experiment=mnist_lrr", "seed=0,1", "tracking=off"])
     with pytest.raises(OSError, match="experiment=mnist_lrr is unknown"):

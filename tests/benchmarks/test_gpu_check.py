@@ -1,6 +1,7 @@
 """`make gpu-check`: what can be shown of it without a GPU."""
 
 import math
+import sys
 
 import pandas as pd
 import pytest
@@ -15,6 +16,14 @@ def test_without_a_gpu_it_stops_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^error: torch finds no GPU; run this on .*driver$"):
         gpu_check.main([])
+
+
+def test_quick_trains_two_experiments(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "check_rows", lambda device: None)
+    monkeypatch.setattr(gpu_check, "train_rows", lambda device, names: sys.exit(" ".join(names)))
+    with pytest.raises(SystemExit, match=r"^mnist_lr lemma_2$"):
+        gpu_check.main(["--quick"])
 
 
 @pytest.mark.filterwarnings("ignore:m=inf with betas")

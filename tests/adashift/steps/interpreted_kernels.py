@@ -69,8 +69,8 @@ def like(p, generator, scale=1.0):
 
 
 def layouts(dtype):
-    """Tensors of no dimension, of one element, of several tiles; two are not contiguous."""
-    flat = parameters(dtype, (), (1,), (150,), (9, 17), (3, 2, 2, 4))
+    """No dimension, one element, several tiles, rows longer than a tile, channels last."""
+    flat = parameters(dtype, (), (1,), (150,), (9, 17), (3, 2, 2, 4), (3, 100))
     last = parameters(dtype, (4, 3, 3, 5))[0].detach().to(memory_format=torch.channels_last)
     return [*flat, last.requires_grad_()]
 
@@ -170,6 +170,17 @@ def test_outlier_leaves_no_trace_in_the_window(outlier, beta1):
             exact = sum(beta1**i * seen[t - i] for i in range(m))
             error = (optimizer.state[p]["sum"] - exact).abs().max()
             assert error <= optimizer.state[p]["number"][ERROR] < 5e-5
+
+
+def test_inf_leaves_the_window_beside_an_inf_of_another_element():
+    (p,), options = parameters(torch.float64, (2,)), dict(n=6, m=3, phi="none", lr=0.1)
+    optimizer, oracle = make([p], **options), AdaShiftReference(p, **options)
+    for t in range(13):
+        p.grad = torch.ones(2, dtype=torch.float64)
+        p.grad[0 if t == 2 else 1] = math.inf if t in (2, 4) else 1.0
+        expected = oracle.step(p.grad)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_beta1_of_0_takes_the_newest_gradient_beside_inf():

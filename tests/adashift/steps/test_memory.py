@@ -1,12 +1,16 @@
 """What may change between two steps: memory, dtypes, devices and options."""
 
 import copy
+import itertools
 import math
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adashift import AdamNC, AdaShift, SpatialOnly
+from adashift._state import new_state
 from adashift._window import total_weight
 from adashift.reference import AdaShiftReference
 
@@ -85,6 +89,14 @@ def test_replaced_state_is_noticed(way):
             optimizer.step()
         ends.append((p.detach(), optimizer.state[p]["slots"].clone()))
     assert all(map(torch.equal, *ends))
+
+
+@every_way
+def test_empty_checkpoint_frees_the_old_state(way):
+    p, optimizer = trained(way)
+    old = weakref.ref(optimizer.state[p]["slots"])
+    optimizer.load_state_dict(AdaShift([p], n=3, **way).state_dict())
+    assert not optimizer.state and old() is None
 
 
 @every_way
@@ -280,7 +292,7 @@ def test_mean_does_not_overflow(way):
     p = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = AdaShift([p], n=1, phi="mean", **way)
     for _ in range(3):
-        p.grad = torch.full_like(p, 1e17)
+        p.grad = torch.full_like(p, 1e19)
         optimizer.step()
     torch.testing.assert_close(p.detach(), torch.full_like(p, -0.02), rtol=1e-4, atol=0)
 
@@ -321,6 +333,30 @@ def test_implementation_may_change_without_a_checkpoint(phi):
             torch.testing.assert_close(p.detach(), oracle.theta, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("later", [{}, {"foreach": False}, {"foreach": False, "fused": True}])
+@pytest.mark.parametrize("phi", ["max", "row", "none"])
+def test_parameters_that_are_frozen_one_by_one_keep_no_memory_of_others(phi, later):
+    """foreach has the state of all in flat buffers; in the end, others step the rest."""
+    params = [torch.nn.Parameter(torch.zeros(10, 100).double()) for _ in range(20)]
+    optimizer = AdaShift(params, n=3, phi=phi, foreach=True)
+    oracles = [AdaShiftReference(p, n=3, phi=phi) for p in params]
+    for t in range(20):
+        if t == 15:
+            optimizer.param_groups[0].update(later)
+        for k, (p, oracle) in enumerate(zip(params, oracles, strict=True)):
+            generator = torch.Generator().manual_seed(100 * k + t)
+            g = torch.randn(p.shape, dtype=torch.float64, generator=generator)
+            p.grad = g if k >= t else None
+            if k >= t:
+                oracle.step(g)
+        optimizer.step()
+    for p, oracle in zip(params, oracles, strict=True):
+        torch.testing.assert_close(p.detach(), oracle.theta, rtol=1e-11, atol=1e-12)
+    tensors = [x for p in params for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    assert sum(kept.values()) <= 1.1 * sum(x.nbytes for x in tensors)
+
+
 @pytest.mark.parametrize("mark", ["_is_flat_param", "_fsdp_flattened"])
 def test_parameters_that_fsdp1_has_flattened_are_refused(mark):
     p = torch.nn.Parameter(torch.ones(8))
@@ -350,6 +386,27 @@ def test_stochastic_rounding_is_right_on_average(way):
 
 
 @every_way
+def test_stochastic_rounding_with_the_state_of_a_float64_parameter(way):
+    p, optimizer = trained(way, dtype=torch.float64, stochastic_rounding=True)
+    before = p.detach().clone()
+    p.data = p.data.bfloat16()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["sum"].dtype == torch.float64
+    assert (p < before).all() and (p > before - 0.05).all()
+
+
+def test_fused_stochastic_rounding_is_equal_in_replicas_with_other_seeds():
+    ends = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        options = dict(lr=1e-3, dtype=torch.bfloat16, stochastic_rounding=True)
+        p, _ = trained({"fused": True}, (500,), **options)
+        ends.append(p.detach())
+    assert torch.equal(*ends) and ends[0].unique().numel() > 1
+
+
+@every_way
 def test_slots_in_bfloat16_follow_rounded_gradients(way):
     p = torch.nn.Parameter(torch.zeros(700).double())
     q = torch.nn.Parameter(torch.zeros(700))
@@ -362,6 +419,45 @@ def test_slots_in_bfloat16_follow_rounded_gradients(way):
         optimizer.step()
         torch.testing.assert_close(q.detach().double(), expected, rtol=1e-4, atol=1e-5)
     assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+
+
+@every_way
+def test_slots_keep_their_dtype_beside_others(way):
+    """One parameter continues a float32 checkpoint, the other starts with bfloat16 slots."""
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = AdaShift([q, p], n=3, **way)
+    p.grad = torch.full_like(p, 1 / 3)
+    optimizer.step()
+    optimizer.param_groups[0]["state_dtype"] = torch.bfloat16
+    optimizer.state[q].update(new_state(q, optimizer.param_groups[0]))
+    optimizer.state[q]["step"].add_(1)
+    q.grad = torch.ones_like(q)
+    optimizer.step()
+    assert optimizer.state[q]["slots"].dtype == torch.bfloat16
+    assert optimizer.state[p]["slots"].dtype == torch.float32
+    assert (optimizer.state[p]["slots"][1:] == p.grad).all()
+
+
+class CopySizes(TorchDispatchMode):
+    """Notes how many elements are converted to another dtype at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = [0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append(out.numel())
+        return out
+
+
+@every_way
+def test_slots_in_bfloat16_are_never_copied_as_a_whole(way):
+    p, optimizer = trained(way, state_dtype=torch.bfloat16)
+    with CopySizes() as sizes:
+        optimizer.step()
+    assert max(sizes.found) <= p.numel()
 
 
 def test_endless_window_warns_where_v_and_m_share_much():
@@ -392,15 +488,22 @@ def test_bad_switches_are_errors(options, message):
 
 
 def test_integer_parameters_are_errors():
-    with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point .*\.float\(\)"):
-        AdaShift([torch.zeros(3, dtype=torch.int64)])
+    optimizer, whole = AdaShift([torch.zeros(3)]), torch.zeros(3, dtype=torch.int64)
+    for add in (lambda: AdaShift([whole]), lambda: optimizer.add_param_group({"params": [whole]})):
+        with pytest.raises(ValueError, match=r"torch.int64; it must be floating-point .*\.float"):
+            add()
+    assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("other", [torch.optim.Adam, torch.optim.SGD, AdamNC, SpatialOnly])
-def test_checkpoint_of_another_optimizer_is_an_error(other):
-    p, optimizer = trained({})
-    saved = other([p], lr=0.1).state_dict()
+RULES = [AdaShift, AdamNC, SpatialOnly]
+PAIRS = itertools.product(RULES, [torch.optim.Adam, torch.optim.SGD, *RULES])
+
+
+@pytest.mark.parametrize(("rule", "other"), [(a, b) for a, b in PAIRS if a is not b])
+def test_checkpoint_of_another_optimizer_is_an_error(rule, other):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer, saved = rule([p], lr=0.2), other([p], lr=0.1).state_dict()
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"has no n, m.*, so it is not of AdaShift: load"):
+    with pytest.raises(ValueError, match=f"has .*, so it is not of {rule.__name__}: load"):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]

@@ -184,6 +184,18 @@ def test_outlier_has_no_effect_after_it_left_the_window(outlier, implementation)
 
 
 @every_implementation
+def test_inf_leaves_the_window_beside_an_inf_of_another_element(implementation):
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = AdaShift([p], n=6, m=3, phi="none", lr=0.1, **implementation)
+    oracle = AdaShiftReference(p, n=6, m=3, phi="none", lr=0.1)
+    for t in range(13):
+        p.grad = torch.tensor([math.inf if t == 2 else 1.0, math.inf if t == 4 else 1.0])
+        expected = oracle.step(p.grad)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), expected.float())
+
+
+@every_implementation
 def test_nan_propagates(implementation):
     for phi in ("max", "mean"):
         p = torch.nn.Parameter(torch.zeros(5000))
@@ -193,6 +205,16 @@ def test_nan_propagates(implementation):
             p.grad[4321] = math.nan if t == 0 else 1.0
             opt.step()
         assert p.isnan().all()
+
+
+@every_implementation
+def test_infinite_parameter_does_not_reach_the_gradient_without_coupled_decay(implementation):
+    p = torch.nn.Parameter(torch.tensor([math.inf, 1.0]))
+    opt = AdaShift([p], n=1, lr=0.1, maximize=True, **implementation)
+    for _ in range(3):
+        p.grad = torch.ones(2)
+        opt.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([math.inf, 1.2]))
 
 
 @every_implementation
