@@ -223,7 +223,8 @@ def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:
 
 def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:
     # Devices round differently, so a run that began on one does not resume on another.
-    return Checkpoint(run.folder, f"{run.name} on {device.type}", run.config.checkpoint_every)
+    of = f"{run.name} on {device.type}"
+    return Checkpoint(run.folder, of, device, run.config.checkpoint_every)
 
 
 def remove_stale_checkpoint(run: Run) -> None:
