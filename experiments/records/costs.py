@@ -63,7 +63,6 @@ class Cost:
     evaluations: int
     parameters: int  # how many
     activations: int  # bytes that the forward pass saves for the backward pass
-    convolutions: float  # their share of the operations
 
     @property
     def work(self) -> Work:

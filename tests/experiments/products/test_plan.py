@@ -62,7 +62,7 @@ def test_status_and_plan_agree(ask, capsys):
 
 COST = Cost(
     steps=100, samples=64, unit="images", step=Work(3e12, 6e9, 1e5), evaluation=Work(0, 0, 0),
-    evaluations=1, parameters=10**6, activations=10**9, convolutions=1.0,
+    evaluations=1, parameters=10**6, activations=10**9,
 )  # fmt: skip
 
 
@@ -70,12 +70,29 @@ def test_the_time_on_a_gpu_is_the_sum_of_operations_bytes_and_calls(monkeypatch)
     shares = {"share_of_peak": 0.5, "share_of_bandwidth": 1.0, "calls_per_second": 1e5}
     monkeypatch.setattr(plan, "settings", lambda: shares)
     gpu = plan.Gpu("a GPU", float32=3, tf32=6, bfloat16=12, memory=1, bandwidth=6)
-    assert gpu.seconds(COST, autocast=False) == pytest.approx(100 * (1 + 1 + 1))
-    assert gpu.seconds(COST, autocast=True) == pytest.approx(100 * (0.5 + 1 + 1))
+    assert gpu.seconds(COST, "float32") == pytest.approx(100 * (2 + 1 + 1))
+    assert gpu.seconds(COST, "tf32") == pytest.approx(100 * (1 + 1 + 1))
+    assert gpu.seconds(COST, "bfloat16") == pytest.approx(100 * (0.5 + 1 + 1))
     run = Run(compose(["experiment=mnist_mlp", "optimizer=adam"]))
     assert plan.memory_of(run, COST) == pytest.approx(10**6 * 16 + 10**9, rel=1e-3)
     assert plan.gpu_cell(gpu, [run], {run.folder: COST}, memory=2e9) == "too small"
-    assert plan.gpu_cell(gpu, [run], {run.folder: COST}, memory=1e9) == "5 min"
+    assert plan.gpu_cell(gpu, [run], {run.folder: COST}, memory=1e9) == "6.7 min"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "expected"),
+    [
+        ("resnet_cifar10", [], "float32"),
+        ("resnet_cifar10", ["speed=fast"], "bfloat16"),
+        ("resnet_cifar10", ["trainer.autocast=true"], "bfloat16"),
+        ("wgan_critic", ["speed=fast"], "tf32"),
+        ("mnist_mlp", [], "float32"),
+        ("mnist_mlp", ["speed=fast"], "tf32"),
+    ],
+)
+def test_the_precision_on_a_gpu_depends_on_the_speed(experiment, words, expected):
+    run = Run(compose([f"experiment={experiment}", "optimizer=adam", *words]))
+    assert plan.precision(run) == expected
 
 
 def test_a_counted_time_is_corrected_by_a_known_one(ask, monkeypatch):
