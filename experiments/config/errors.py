@@ -128,6 +128,7 @@ def raised_by_hydra(error: BaseException) -> bool:
 
 def hydra_message(text: str) -> str:
     """One line, with the fix, for a message of Hydra that has many lines."""
+    text = text.removeprefix("ConfigError raised while resolving interpolation: ")
     launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
     if launcher:
         return "the launcher of this engine is not installed: run make setup-cluster"

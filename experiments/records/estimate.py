@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from experiments.config.errors import ConfigError
-from experiments.config.gpus import has_gpu
+from experiments.config.gpus import runs_at_once
 from experiments.config.schema import Config
 from experiments.records import archive, index, provenance, record
 from experiments.records.costs import Rates, device_key, known_costs
@@ -82,7 +82,7 @@ def estimate(
             sources |= found[1]
     timed = [run for run in runs if run.folder.parent in seconds]
     parts = [seconds[run.folder.parent] * fraction_left(run) for run in timed]
-    parallel = [min(at_once or parallel_runs(run), len(runs)) for run in timed]
+    parallel = [min(at_once or runs_at_once([run.config]), len(runs)) for run in timed]
     shared = sum(part / count for part, count in zip(parts, parallel, strict=True))
     most = max(parallel, default=1)
     whole = max(shared, *parts) + START * (most > 1) if parts else 0.0
@@ -96,13 +96,6 @@ def guess(run: Run) -> tuple[float, set[str]] | None:
         return median(timing.seconds_here(run) for timing in alike), sources
     model = modelled(run)
     return None if model is None else (model, {"counted operations"})
-
-
-def parallel_runs(run: Run) -> int:
-    """Return how many runs like this one a figure trains at once on this machine."""
-    c = run.config
-    alone = has_gpu() or c.scale == "smoke" or c.threads is None
-    return 1 if alone else max(1, (os.cpu_count() or 1) // (c.threads or 1))
 
 
 def fraction_left(run: Run) -> float:

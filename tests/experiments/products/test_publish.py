@@ -387,7 +387,7 @@ def test_publishing_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monke
     lab("publish")
     first = contents(lab.published)
     cached_config.cache_clear()
-    monkeypatch.setattr("experiments.config.compose.has_gpu", lambda: True)
+    monkeypatch.setattr("experiments.config.compose.uses_gpu", lambda device: True)
     assert "0 runs added to the records\n0 unused" in lab("publish")
     assert contents(lab.published) == first
     cached_config.cache_clear()

@@ -88,7 +88,6 @@ def test_a_failure_is_reported_with_the_command_that_reruns_it(ask, monkeypatch,
 
 
 def test_the_time_left_is_estimated_from_similar_runs(ask, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
     adam, _, adashift, _ = ask.runs
     execute(adam)
     change(adam, seconds=300, machine={"system": "another"})

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from experiments.config import gpus
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
@@ -17,7 +18,6 @@ from experiments.progress import LogFile, Snapshot, Terminal
 from experiments.records.files import locked
 from experiments.records.run import Run
 from experiments.records.status import Status
-from experiments.training import device
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all
 from experiments.training.watch import (
@@ -146,7 +146,7 @@ def runs_in_workers(folder, seeds, *words):
 
 @pytest.mark.slow
 def test_several_workers_and_a_killed_one(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     killed = runs_in_workers(tmp_path, [0], "optimizer._target_=tests.experiments.killing.Lethal")
     others = runs_in_workers(tmp_path, [1, 2])
     with pytest.raises(ConfigError, match="1 of 3 runs failed"):
