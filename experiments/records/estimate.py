@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -99,10 +100,23 @@ def guess(run: Run) -> tuple[float, set[str]] | None:
 
 
 def fraction_left(run: Run) -> float:
-    """Return the part of an interrupted run that is not done."""
-    info, steps = run.info, run.config.steps
-    resumes = Status.in_info(info) in (Status.INTERRUPTED, Status.KILLED, Status.RUNNING)
-    return max(0.0, 1.0 - info["step"] / steps) if resumes and steps else 1.0
+    """Return the part of a run that is not done; force=true starts it again."""
+    done, total = (0, None) if run.config.force else steps_done(run)
+    return max(0.0, 1.0 - done / total) if total else 1.0
+
+
+def steps_done(run: Run) -> tuple[int, int | None]:
+    """Return how many steps an unfinished run has taken, and how many it has, if that is known.
+
+    run.json has no step until a run ends, and no number of steps if epochs decide it.
+    """
+    try:
+        state = json.loads((run.folder / record.PROGRESS).read_text())
+        return state["done"], state["total"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is being written
+        info = run.info
+        step = info["step"] if Status.in_info(info) == Status.INTERRUPTED else 0
+        return step, run.config.steps
 
 
 def similar(run: Run) -> list[Timing]:

@@ -16,7 +16,7 @@ from experiments.config.errors import ConfigError
 from experiments.config.gpus import runs_on_a_gpu
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.progress import Progress, message
+from experiments.progress import message
 from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
@@ -114,7 +114,7 @@ class Execution:
         return record.status
 
     def train_into(
-        self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: Progress
+        self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: RunProgress
     ) -> None:
         record.about = {"deterministic": self.deterministic}
         load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
@@ -125,6 +125,8 @@ class Execution:
             torch.cuda.reset_peak_memory_stats(self.device)
         with noted_kernels() as kernels:
             record.status = self.training(record=record, progress=progress, **resuming)
+        if record.status.is_final:
+            progress.remove()
         same = self.deterministic and not kernels
         record.about = {"deterministic": same, "not_deterministic": kernels}
         if self.device.type == "cuda":

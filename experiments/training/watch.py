@@ -33,11 +33,9 @@ from experiments.progress import (
 )
 from experiments.records.files import is_locked
 from experiments.records.metrics import last_value, shown_names
-from experiments.records.record import INFO
+from experiments.records.record import INFO, PROGRESS
 from experiments.records.run import Run
 from experiments.records.status import Status
-
-PROGRESS = ".progress"  # exists while a run is trained
 
 
 class RunProgress(Progress):
@@ -55,8 +53,8 @@ class RunProgress(Progress):
         with suppress(OSError):  # the record reports a full disk
             self.path.write_text(json.dumps(asdict(snapshot)))
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def remove(self) -> None:
+        """Remove the file of a run that is complete; of others, it says how much is left."""
         with suppress(OSError):
             self.path.unlink()
 

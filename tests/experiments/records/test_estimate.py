@@ -112,6 +112,19 @@ def test_only_the_rest_of_an_interrupted_run_is_counted(run):
     assert seconds(run("seed=1")) == pytest.approx(75)
 
 
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])  # killed: running
+@pytest.mark.parametrize("words", [[], ["steps=null"]])  # null: decided by epochs
+def test_the_progress_of_an_unfinished_run_says_how_much_is_left(run, status, words):
+    finish(run("seed=0", *words), 100)
+    finish(run("seed=1", *words), 25, status=status, step=0)
+    state = {"done": 30, "total": 120, "first": 0, "seconds": 25.0}
+    (run("seed=1", *words).folder / record.PROGRESS).write_text(json.dumps(state))
+    assert seconds(run("seed=1", *words)) == pytest.approx(75)
+    assert seconds(run("seed=1", *words, "force=true")) == 100
+    (run("seed=1", *words).folder / record.PROGRESS).write_text('{"done": ')
+    assert seconds(run("seed=1", *words)) == 100
+
+
 def test_runs_published_without_records_count(run):
     row = dict.fromkeys(index.INDEX_COLUMNS, "") | {
         "run": f"mnist_mlp/{run().entry}", "experiment": "mnist_mlp", "optimizer": "adashift",

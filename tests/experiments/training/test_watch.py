@@ -16,12 +16,12 @@ from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.progress import LogFile, Snapshot, Terminal
 from experiments.records.files import locked
+from experiments.records.record import PROGRESS
 from experiments.records.run import Run
 from experiments.records.status import Status
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all
 from experiments.training.watch import (
-    PROGRESS,
     RunProgress,
     Watch,
     labels,
@@ -82,6 +82,8 @@ def test_a_run_notes_how_far_it_is(tmp_path):
         assert list(state.values) == ["classifier/loss", "validation_accuracy"]
         (run.folder / PROGRESS).write_text("")  # half written
         assert read_snapshot(run.folder) is None
+    assert (run.folder / PROGRESS).exists()  # it was not the last step
+    progress.remove()
     assert not (run.folder / PROGRESS).exists()
 
 
