@@ -50,6 +50,14 @@ def nvidia_smi(*arguments: str) -> list[str]:
     return [] if asked.returncode else asked.stdout.splitlines()
 
 
+def device_name(device: str) -> str:
+    """The name of the GPU on which runs with this `device` are trained here, else cpu or mps."""
+    if not uses_gpu(device):
+        return "mps" if device == "mps" else "cpu"
+    first = nvidia_smi("-L")[0]  # GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-…)
+    return first.partition(": ")[2].partition(" (UUID")[0] or "gpu"
+
+
 def cores() -> int:
     """The number of cores that this process may use: Slurm and taskset allow it only some."""
     if hasattr(os, "sched_getaffinity"):  # macOS lacks it

@@ -14,7 +14,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
 
-from experiments.config.gpus import cores, uses_gpu
+from experiments.config.gpus import cores, device_name, uses_gpu
 from experiments.config.schema import Config, canonical
 from experiments.records.files import write_text
 from experiments.records.provenance import processor
@@ -84,7 +84,7 @@ def cost_key(config: Config) -> str:
 def device_key(config: Config) -> str:
     """Return what the rates of this machine are measured for."""
     if uses_gpu(config.device):
-        return "gpu"
+        return device_name(config.device)
     return f"{processor()}, {config.threads or cores()} threads"
 
 

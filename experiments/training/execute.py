@@ -116,7 +116,7 @@ class Execution:
     def train_into(
         self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: RunProgress
     ) -> None:
-        record.about = {"deterministic": self.deterministic}
+        record.about = {"device": self.device_name, "deterministic": self.deterministic}
         load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
         resuming = load if self.task.resumable else {}
         group.start()
@@ -128,7 +128,7 @@ class Execution:
         if record.status.is_final:
             progress.remove()
         same = self.deterministic and not kernels
-        record.about = {"deterministic": same, "not_deterministic": kernels}
+        record.about |= {"deterministic": same, "not_deterministic": kernels}
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self.device)
             record.about["gpu_memory"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
@@ -143,6 +143,11 @@ class Execution:
 
     def length(self) -> str:
         return f", {self.training.keywords['steps']:,} steps" if isinstance(self.task, Task) else ""
+
+    @property
+    def device_name(self) -> str:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
 
     @property
     def unit(self) -> str:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from experiments.config import gpus
+from experiments.config.gpus import nvidia_smi
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +16,6 @@ def restore_denormals():
 def one_core(monkeypatch):
     """Tests that train several runs do so in this process, on any machine."""
     monkeypatch.setattr(gpus, "cores", lambda: 1)
-    gpus.nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()
     yield
-    gpus.nvidia_smi.cache_clear()
+    nvidia_smi.cache_clear()

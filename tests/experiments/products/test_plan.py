@@ -104,7 +104,9 @@ def test_a_counted_time_is_corrected_by_a_known_one(ask, monkeypatch):
         known.costs[costs.cost_key(run.config)] = Cost(**{**vars(COST), "steps": 100 * times})
     known.rates[costs.device_key(paper.config)] = Rates(1e30, 6e9, 1e30)
     assert estimate.estimate([paper], 1).seconds == pytest.approx(1000)
-    timing = estimate.Timing(200, "laptop", None, "adam", laptop.setting, {}, own=False)
+    config = laptop.config.model_dump(mode="json", exclude={"results", "published"})
+    info = {"status": "finished", "seconds": 200, "machine": {}, "config": config}
+    timing = estimate.timing_of(info, laptop.setting, own=False)
     monkeypatch.setattr(estimate, "timings", lambda *_: [timing])
     assert estimate.estimate([paper], 1).seconds == pytest.approx(2000)
 

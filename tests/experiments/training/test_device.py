@@ -63,6 +63,7 @@ def test_determinism_is_the_default_on_a_cpu_and_changes_no_bit(tmp_path, experi
     assert execute(free) == "finished" and not torch.are_deterministic_algorithms_enabled()
     assert record_of(usual) == record_of(free)
     assert (usual.info["deterministic"], usual.info["not_deterministic"]) == (True, [])
+    assert usual.info["device"] == "cpu"
     assert free.info["deterministic"] is False
 
 
