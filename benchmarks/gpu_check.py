@@ -182,7 +182,7 @@ def comparison(run: Run, reference: Run, tolerance: float) -> dict[str, Any]:
         "passed": gap <= tolerance,  # NaN has not
         "seconds": run.info.get("seconds"),
         "CPU seconds": reference.info["seconds"],
-        "GiB": run.info.get("gpu_memory"),
+        "GiB": run.info.get("gpu_memory_used"),
         "outcome": str(outcome),
     }
 

@@ -131,7 +131,7 @@ class Execution:
         record.about |= {"deterministic": same, "not_deterministic": kernels}
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self.device)
-            record.about["gpu_memory"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
+            record.about["gpu_memory_used"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
 
     def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
