@@ -116,7 +116,8 @@ def short_path(file: str | Path) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    return f"out of memory ({last_line(error)}): reduce the sizes of this run"
+    alone = "set runs_per_gpu=1 or " if "CUDA" in str(error) else ""
+    return f"out of memory ({last_line(error)}): {alone}reduce the sizes of this run"
 
 
 def raised_by_hydra(error: BaseException) -> bool:

@@ -356,6 +356,19 @@ def test_experiment_files_do_not_set_optimizer_values():
         assert "optimizer" not in yaml.safe_load(path.read_text().replace("${", "x{")), path
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "set runs_per_gpu=1 or reduce the sizes"),
+        (MemoryError("no memory"), "reduce the sizes"),
+    ],
+)
+def test_out_of_memory_is_reported_with_a_fix(error, advice):
+    message = rf"^out of memory \({error}\): {advice} of this run$"
+    with pytest.raises(ConfigError, match=message), errors.one_line_errors():
+        raise error
+
+
 # -- engines -----------------------------------------------------------------------------------
 
 
