@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from experiments.config.build import arguments_of, import_target
 from experiments.config.paths import CONF
 from experiments.products.specs import asked_for, everything, load_spec
+from experiments.progress import aligned, count_of
 from experiments.records.costs import Cost, Rates, known_costs
 from experiments.records.estimate import Estimate, estimate, other_scales, rough_duration, similar
 from experiments.records.run import Run, all_runs
@@ -151,7 +152,8 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     found = estimate(runs)
     source = f", estimated from {found.source}" if found.source else ""
-    yield f"this machine: up to {found.at_once} runs at a time{source}; a GPU: one run at a time"
+    most = count_of(found.at_once, "run")
+    yield f"this machine: up to {most} at a time{source}; a GPU: one run at a time"
     shares = settings()
     yield (
         f"assumed for GPUs (conf/plan.yaml): {shares['share_of_peak']:.0%} of the peak rate, "
@@ -159,12 +161,3 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
         f"{shares['calls_per_second']:,} operations started per second"
     )
     yield "not counted: data in memory, beam search; runs without networks have only a time"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return [
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows
-    ]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
+from experiments.progress import count_of
 from experiments.records.files import locked
 from experiments.training.speed import set_precision
 
@@ -101,8 +102,9 @@ def take_gpu(held: ExitStack, runs_per_gpu: int, announce: Callable[[str], None]
         if not announced:
             announced = True
             announce(
-                f"waiting: each of {count} GPUs has {runs_per_gpu} runs; set runs_per_gpu="
-                f"{runs_per_gpu + 1} to share it with more, or choose one with device=cuda:0"
+                f"waiting: {count_of(count, 'GPU')} with {count_of(runs_per_gpu, 'run')} each; set "
+                f"runs_per_gpu={runs_per_gpu + 1} to share them with more, or choose one with "
+                "device=cuda:0"
             )
         time.sleep(SECONDS_BETWEEN_TRIES)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.config.gpus import cores, runs_at_once, uses_gpu
 from experiments.config.paths import ROOT, shown_path
+from experiments.progress import count_of
 from experiments.records import archive
 from experiments.records.estimate import Estimate, estimate, is_timed, rough_duration, timings
 from experiments.records.run import Run
@@ -63,7 +64,7 @@ def shorter(runs: Sequence[Run], found: Estimate) -> str:
     ways += ["scale=laptop"] * (c.scale == "paper" and c.cpu_scale == "laptop")
     published = sum(is_published(run) for run in runs)
     if published and c.records == "own":
-        ways.append(f"records=all, which uses {published} published runs")
+        ways.append(f"records=all, which uses {count_of(published, 'published run')}")
     if len({run.config.seed for run in runs}) > 1:
         ways.append("fewer seeds")
     parallel = 1 if uses_gpu(c.device) else runs_at_once(run.config for run in runs)

@@ -4,26 +4,15 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments.config.compose import compose
-from experiments.products import plan, specs
+from experiments.products import plan
 from experiments.records import costs, estimate
 from experiments.records.costs import Cost, Rates, Work
 from experiments.records.run import Run
 
-SPEC = """
-title: Figure 1. A test
-seeds: 3
-base: [experiment=mnist_mlp]
-runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
-panels: [{title: (a) test accuracy, metric: test_accuracy, runs: [adam, adashift]}]
-"""
-
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch, capsys):
+def ask(small_figure, tmp_path, monkeypatch, capsys):
     """Return the lines of a plan of a small figure; nothing is published."""
-    (tmp_path / "figure").mkdir()
-    (tmp_path / "figure/01.yaml").write_text(SPEC)
-    monkeypatch.setattr(specs, "CONF", tmp_path)
     monkeypatch.setenv("ADASHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ADASHIFT_DATA", str(tmp_path / "none"))
     costs.known_costs.cache_clear()
@@ -43,9 +32,9 @@ def test_a_plan_counts_before_anything_is_trained(ask, tmp_path):
     header, line, *rest = ask("scale=paper")
     assert header.split()[:5] == ["runs", "steps", "samples", "FLOP", "memory"]
     assert header.split()[5:] == ["this", "machine", "RTX", "4090", "A100", "H100"]
-    assert line.startswith("figure 01     6  340 k  22 M images")
+    assert line.startswith("figure 01     4  230 k  15 M images")
     (cost,) = costs.known_costs().costs.values()
-    work = 6 * (57_300 * cost.step.flops + 573 * cost.evaluation.flops)
+    work = 4 * (57_300 * cost.step.flops + 573 * cost.evaluation.flops)
     assert f"  {work:.1e}  ".replace("e+", "e") in line
     assert "estimated from counted operations" in rest[1]
     assert not (tmp_path / "results").exists()
@@ -55,7 +44,7 @@ def test_status_and_plan_agree(ask, capsys):
     _, line, *_ = ask("figure-1")
     cli.main(["status", *ask.places])
     here = capsys.readouterr().out.splitlines()[0]
-    assert here.startswith("figure 01: 6 missing of 6 runs; about ")
+    assert here.startswith("figure 01: 4 missing of 4 runs; about ")
     time = here.split("about ")[1].removesuffix(" left")
     assert f"  {time}  " in line
 

@@ -127,7 +127,7 @@ def test_a_run_waits_for_a_free_gpu(four_gpus, monkeypatch):
     with others, device_for("auto", 1, said.append) as free:
         assert free.index == 0
     (line,) = said
-    assert line.startswith("waiting: each of 4 GPUs has 1 runs; set runs_per_gpu=2")
+    assert line.startswith("waiting: 4 GPUs with 1 run each; set runs_per_gpu=2")
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_reported(four_gpus, monkeypatch, tmp_path):

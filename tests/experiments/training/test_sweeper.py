@@ -87,7 +87,7 @@ def test_finished_runs_are_not_launched_again(sweep, capsys):
     launcher = Launcher()
     sweep(launcher, "seed=0,1,2")
     assert launcher.batches == [["2"]]
-    assert "sweep: 1 runs to train at smoke scale" in (out := capsys.readouterr().out)
+    assert "sweep: 1 run to train at smoke scale" in (out := capsys.readouterr().out)
     assert "2 already finished" in out
     sweep(launcher, "seed=0,1,2")
     assert len(launcher.batches) == 1
