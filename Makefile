@@ -113,7 +113,7 @@ bench-training: $(READY)
 bench-engines: $(READY)
 	@$(PY) -m benchmarks.engines $(ARGS)
 
-##   gpu-check              your GPU: AdaShift beside its reference, every experiment beside a CPU, time per step:
+##   gpu-check              your GPU: AdaShift compared with its reference, every experiment with a CPU, time per step:
 ##                          results/gpu-check.md
 gpu-check: $(READY)
 	@$(PY) -m benchmarks.gpu_check $(ARGS)

@@ -1,4 +1,4 @@
-"""This machine's GPU: AdaShift beside its reference, every experiment beside a CPU, times, memory.
+"""This machine's GPU: AdaShift compared with its reference, experiments with a CPU, times.
 
     python -m benchmarks.gpu_check [--quick] [--results FOLDER]
 
@@ -86,7 +86,7 @@ def make_params(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def worst_error(params: list[Tensor], oracles: list[AdaShiftReference]) -> float:
-    """The largest error beside the largest |θ| of its tensor, or beside 1 if that is larger."""
+    """The largest error, relative to the largest |θ| of its tensor, or to 1 if that is larger."""
     errors = [
         (p.detach().cpu().double() - oracle.theta).abs().max() / oracle.theta.abs().max().clamp(1)
         for p, oracle in zip(params, oracles, strict=True)
@@ -157,7 +157,7 @@ def smoke_run(experiment: str, *words: str) -> Run:
 
 
 def gap_of(run: Run, reference: Run) -> float:
-    """The largest difference of a curve beside its largest value, of the losses of steps if any.
+    """The largest difference of a curve relative to its largest value, of step losses if any.
 
     Adam and AdaShift divide rounding errors by rounding errors where a gradient is 0, such as that
     of a bias before batch norm. It changes no training loss, but the test loss of a short run.
@@ -182,7 +182,7 @@ def comparison(run: Run, reference: Run, tolerance: float) -> dict[str, Any]:
         "passed": gap <= tolerance,  # NaN has not
         "seconds": run.info.get("seconds"),
         "CPU seconds": reference.info["seconds"],
-        "GiB": run.info.get("gpu_memory"),
+        "GiB": run.info.get("gpu_memory_used"),
         "outcome": str(outcome),
     }
 
@@ -236,7 +236,7 @@ class Entrant:
 
 
 def time_rows(name: str, shapes: Shapes, rounds: int) -> pd.DataFrame:
-    """One contender at a time beside Adam fused, so that two states are in memory."""
+    """One contender at a time next to Adam fused, so that two states are in memory."""
     rows = []
     for contender in CONTENDERS:
         pair = {key: Entrant(CONTENDERS[key], shapes) for key in {"Adam fused", contender}}
@@ -271,9 +271,9 @@ def training_part(trained: pd.DataFrame, agreement: str) -> list[str]:
     shown = trained.assign(gap=trained["gap"].map("{:.1e}".format)).round({"seconds": 1})
     return [
         "## Training",
-        "A smoke run of each experiment beside the same run on the CPU: the largest difference of "
-        "training losses (of all metrics, if it has none) beside the largest value. Seconds "
-        "include compiling.",
+        "A smoke run of each experiment compared with the same run on the CPU: the largest "
+        "difference of training losses (of all metrics, if it has none) relative to the largest "
+        "value. Seconds include compiling.",
         passed,
         markdown_table(shown.round({"CPU seconds": 1})),
         "A published run, trained again here:",

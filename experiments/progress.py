@@ -1,4 +1,7 @@
-"""Progress: how far a loop is, as live lines on a terminal or as plain lines in a log file."""
+"""Progress: how far a loop is, as live lines on a terminal or as plain lines in a log file.
+
+The functions that write numbers, durations and columns are used by other packages too.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
-from typing import Self
+from typing import Self, TypeVar
 
 FIRST_REPORT, INTERVAL = 0.2, 1.0  # seconds: until the first report, between two reports
 LINE_INTERVAL = 5.0  # seconds between two lines in a log file
 BAR_WIDTH = 20
 CLEAR = "\r\x1b[J"  # from the cursor to the end of the screen
 
+LISTED = 3  # items of a list whose lines are alike
+
 Values = Mapping[str, float]
+Item = TypeVar("Item")
+Justify = Callable[[str, int], str]
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,30 @@ def left(seconds: float) -> str:
 
 def spaced(*parts: str) -> str:
     return "  ".join(part for part in parts if part)
+
+
+def count_of(count: int, noun: str) -> str:
+    """
+    >>> count_of(1, "run"), count_of(2000, "run")
+    ('1 run', '2,000 runs')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def first_lines(items: Sequence[Item], line: Callable[[Item], str]) -> list[str]:
+    """Return lines on the first items, and how many others there are."""
+    more = [f"    … and {len(items) - LISTED} more"] if len(items) > LISTED else []
+    return [f"    {line(item)}" for item in items[:LISTED]] + more
+
+
+def aligned(rows: Iterable[Sequence[str]], others: Justify = str.rjust) -> list[str]:
+    """Return the rows as columns of equal width; `others` aligns all but the first column."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([*map(str.ljust, row[:1], widths), *map(others, row[1:], widths[1:])]).rstrip()
+        for row in table
+    ]
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -65,8 +65,9 @@ class ListedSweeper(Sweeper):
         choices = config.hydra.runtime.choices
         self.in_turn = choices["hydra/launcher"] == "basic"
         limits = ("n_jobs", "array_parallelism")  # of joblib and Slurm
-        parallel = [OmegaConf.select(config, f"hydra.launcher.{key}") for key in limits]
-        self.at_once = 1 if self.in_turn else parallel[0] or parallel[1]
+        limit = max(OmegaConf.select(config, f"hydra.launcher.{key}") or 0 for key in limits)
+        in_parallel = limit if limit > 0 else None  # n_jobs=-1: all cores
+        self.at_once = 1 if self.in_turn else in_parallel
         if choices["hydra/launcher"] == "submitit_slurm":
             ask_squeue_without_accounting()
         # Hydra composes a job with the hydra.launcher.… of the sweep: it needs the same engine.

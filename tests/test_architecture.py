@@ -25,15 +25,16 @@ ARROWS = {
         "experiments.training.torchrun",
     },
     "experiments.products": {
-        "experiments.config", "experiments.products", "experiments.records",
+        "experiments.config", "experiments.products", "experiments.progress",
+        "experiments.records",
     },
     "experiments.products.make": {
         "experiments.config", "experiments.products", "experiments.records",
         "experiments.training.pool",
     },
     "experiments.products.plan": {
-        "experiments.config", "experiments.products", "experiments.records",
-        "experiments.training.costs",
+        "experiments.config", "experiments.products", "experiments.progress",
+        "experiments.records", "experiments.training.costs",
     },
     "experiments.products.verify": {
         "experiments.config", "experiments.records", "experiments.training.pool",
@@ -44,10 +45,12 @@ ARROWS = {
         "experiments.training",
     },
     "experiments.training.scheduler": {
-        "experiments.config", "experiments.records", "experiments.training.forecast",
-        "experiments.training.watch",
+        "experiments.config", "experiments.progress", "experiments.records",
+        "experiments.training.forecast", "experiments.training.watch",
     },
-    "experiments.training.forecast": {"experiments.config", "experiments.records"},
+    "experiments.training.forecast": {
+        "experiments.config", "experiments.progress", "experiments.records",
+    },
     "experiments.training.watch": {
         "experiments.config", "experiments.progress", "experiments.records",
     },

@@ -102,6 +102,7 @@ def check_sweep(words: Sequence[str], is_sweep: bool) -> None:
 
 
 def key_of(word: str) -> str:
+    """optimizer.lr of +optimizer.lr=0.1"""
     return word.lstrip("+~").partition("=")[0]
 
 

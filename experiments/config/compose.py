@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.command_line import explain_unknown_key, parse_override
 from experiments.config.errors import ConfigError, invalid, one_line_errors, unknown_choice
-from experiments.config.gpus import gpus_of_a_job, has_gpu, jobs_at_once
+from experiments.config.gpus import gpus_of_a_job, jobs_at_once, uses_gpu
 from experiments.config.paths import CONF, ROOT, described
 from experiments.config.schema import PARTS, SCALES, Config, leaves
 
@@ -47,7 +47,7 @@ def at_scale(*given: Any, _root_: DictConfig) -> Any:
 
 def auto_scale(*, _root_: DictConfig) -> str:
     """scale=auto; published results must not depend on what this machine can train."""
-    on_gpu = has_gpu() and _root_.records != "published"
+    on_gpu = uses_gpu(_root_.device) and _root_.records != "published"
     return "paper" if on_gpu else str(_root_.get("cpu_scale", "laptop"))
 
 

@@ -116,7 +116,8 @@ def short_path(file: str | Path) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    return f"out of memory ({last_line(error)}): reduce the sizes of this run"
+    alone = "set runs_per_gpu=1 or " if "CUDA" in str(error) else ""
+    return f"out of memory ({last_line(error)}): {alone}reduce the sizes of this run"
 
 
 def raised_by_hydra(error: BaseException) -> bool:
@@ -128,6 +129,7 @@ def raised_by_hydra(error: BaseException) -> bool:
 
 def hydra_message(text: str) -> str:
     """One line, with the fix, for a message of Hydra that has many lines."""
+    text = text.removeprefix("ConfigError raised while resolving interpolation: ")
     launcher = re.search(r"'hydra/launcher/(\w+)'|hydra/launcher=(\w+)", text)
     if launcher:
         return "the launcher of this engine is not installed: run make setup-cluster"

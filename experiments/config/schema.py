@@ -24,6 +24,8 @@ PARTS = ("data", "model", "trainer")
 Scale = Literal["paper", "desktop", "laptop", "smoke"]
 SCALES = get_args(Scale)  # the largest first
 
+GPU_MEMORY = 1.0  # GiB that a run needs on a GPU, if its experiment does not say it
+
 # Keys that do not change the results of a run: runs that differ only in these are the same run.
 OUTSIDE_IDENTITY = {
     "seed", "device", "threads", "tracking", "results", "published", "records", "force",
@@ -84,8 +86,12 @@ class Config(BaseModel):
     checkpoint_every: NonNegativeFloat  # seconds
     deterministic: bool | None = None  # None: true on a CPU, where it costs nothing
     speed: Literal["exact", "fast"] = "exact"  # fast: rounds differently, so it is another run
-    runs_per_gpu: Annotated[str, BeforeValidator(str), Field(pattern=r"^(auto|[1-9]\d*)$")] = "auto"
-    gpu_memory: PositiveFloat = 1.0  # GiB that a run needs on a GPU
+    runs_per_gpu: Annotated[
+        str,
+        BeforeValidator(str),
+        Field(pattern=r"^(auto|[1-9]\d*)$", description="auto or a whole number that is 1 or more"),
+    ] = "auto"
+    gpu_memory: PositiveFloat = GPU_MEMORY
 
     @field_serializer("schedule", "task", "optimizer", when_used="json")
     def with_named_constants(self, node: Any) -> Any:

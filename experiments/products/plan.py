@@ -13,8 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from experiments.config.build import arguments_of, import_target
 from experiments.config.paths import CONF
 from experiments.products.specs import asked_for, everything, load_spec
+from experiments.progress import aligned, count_of
 from experiments.records.costs import Cost, Rates, known_costs
 from experiments.records.estimate import Estimate, estimate, other_scales, rough_duration, similar
 from experiments.records.run import Run, all_runs
@@ -35,12 +37,11 @@ class Gpu:
     memory: float
     bandwidth: float
 
-    def seconds(self, cost: Cost, autocast: bool) -> float:
-        """Return the time of a run; by default, torch uses TF32 for convolutions only."""
+    def seconds(self, cost: Cost, precision: str) -> float:
+        """Return the time of a run whose products and convolutions have this precision."""
         shares = settings()
-        peak = self.bfloat16 if autocast else self.tf32 if cost.convolutions > 0.5 else self.float32
         rates = Rates(
-            flops=peak * 1e12 * shares["share_of_peak"],
+            flops=getattr(self, precision) * 1e12 * shares["share_of_peak"],
             bandwidth=self.bandwidth * 1e9 * shares["share_of_bandwidth"],
             calls=shares["calls_per_second"],
         )
@@ -121,12 +122,17 @@ def gpu_cell(gpu: Gpu, runs: Sequence[Run], costs: dict[Any, Cost], memory: floa
     if memory > gpu.memory * 1e9:
         return "too small"
     others = estimate([run for run in runs if run.folder not in costs]).seconds
-    own = (gpu.seconds(costs[r.folder], autocast(r)) for r in runs if r.folder in costs)
+    own = (gpu.seconds(costs[r.folder], precision(r)) for r in runs if r.folder in costs)
     return duration_cell(Estimate(sum(own) + others, at_once=1))
 
 
-def autocast(run: Run) -> bool:
-    return bool(run.config.task.get("trainer", {}).get("autocast"))
+def precision(run: Run) -> str:
+    """Return what training/speed.py and the trainer make of float32 on a GPU."""
+    trainer = run.config.task.get("trainer", {})
+    if run.config.speed == "exact":
+        return "bfloat16" if trainer.get("autocast") else "float32"
+    known = arguments_of(import_target(trainer["_target_"], "trainer")) if trainer else []
+    return "bfloat16" if "autocast" in known else "tf32"
 
 
 def memory_of(run: Run, cost: Cost) -> float:
@@ -146,7 +152,8 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     found = estimate(runs)
     source = f", estimated from {found.source}" if found.source else ""
-    yield f"this machine: up to {found.at_once} runs at a time{source}; a GPU: one run at a time"
+    most = count_of(found.at_once, "run")
+    yield f"this machine: up to {most} at a time{source}; a GPU: one run at a time"
     shares = settings()
     yield (
         f"assumed for GPUs (conf/plan.yaml): {shares['share_of_peak']:.0%} of the peak rate, "
@@ -154,12 +161,3 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
         f"{shares['calls_per_second']:,} operations started per second"
     )
     yield "not counted: data in memory, beam search; runs without networks have only a time"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return [
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows
-    ]

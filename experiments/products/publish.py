@@ -20,6 +20,7 @@ from experiments.products.make import groups_of, keep_index, update_verdicts, wr
 from experiments.products.pages import fill_pages
 from experiments.products.report import Place, load_products, overview
 from experiments.products.specs import everything, load_spec
+from experiments.progress import count_of
 from experiments.records import archive, files, provenance
 from experiments.records.archive import Published
 from experiments.records.index import read_index
@@ -44,10 +45,10 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
         if config.published.exists():
             shutil.copytree(config.published, new)
         used = used_runs(config)
-        yield f"{merge(config, used, new)} runs added to the records"
+        yield f"{count_of(merge(config, used, new), 'run')} added to the records"
         remove_unknown_products(new)
         complete = sum(list(rewrite(new)))
-        yield f"{remove_unused_runs(used, new)} unused runs removed"
+        yield f"{count_of(remove_unused_runs(used, new), 'unused run')} removed"
         products = load_products(Place(new))
         files.write_text(new / "README.md", overview(products))
         shutil.rmtree(new / "runs")  # it only holds the lock of runs.csv and claims.csv
@@ -117,7 +118,7 @@ def refuse_uncommitted_code(runs: Iterable[Run]) -> None:
     unknown = [run for run in runs if "dirty" in (run.info.get("commit") or "dirty")]
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} runs were trained with uncommitted changes, for example "
+            f"uncommitted changes were used to train {count_of(len(unknown), 'run')}, for example "
             f"{unknown[0].folder}: train them again with force=true, or delete them"
         )
 

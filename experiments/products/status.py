@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from experiments.progress import count_of, first_lines
 from experiments.records import provenance, record
 from experiments.records.estimate import estimate
 from experiments.records.run import Run
 from experiments.records.status import Status
-
-MAX_LISTED = 3  # missing runs; their commands are alike
 
 
 def status_lines(title: str, runs: Sequence[Run], full: bool = False) -> list[str]:
@@ -28,10 +27,11 @@ def status_lines(title: str, runs: Sequence[Run], full: bool = False) -> list[st
             lines += failure(state, run.info.get("error"), run.command())
     if full:
         left_out = (Status.MISSING, Status.INTERRUPTED)
-        lines += run_lines([run for run, state in states if state in left_out])
+        listed = [run for run, state in states if state in left_out]
+        lines += first_lines(listed, lambda run: f"{run.status}: {run.command()}")
     other = sum(run.done and run.info["commit"] != provenance.commit() for run in runs)
     if other:
-        lines.append(f"    {other} were trained at another commit than the current one")
+        lines.append(f"    trained at another commit than this one: {count_of(other, 'run')}")
     return lines
 
 
@@ -44,11 +44,6 @@ def counted(states: Iterable[Status]) -> str:
 def failure(status: Status, error: str | None, command: str) -> list[str]:
     cause = error or record.KILLED
     return [f"    {status}: {' '.join(cause.split())}", f"        {command}"]
-
-
-def run_lines(runs: Sequence[Run]) -> list[str]:
-    more = [f"    … and {len(runs) - MAX_LISTED} more"] if len(runs) > MAX_LISTED else []
-    return [f"    {run.status}: {run.command()}" for run in runs[:MAX_LISTED]] + more
 
 
 def strays(results: Path, known: Iterable[Path]) -> list[str]:

@@ -17,9 +17,11 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.config.command_line import key_of
 from experiments.config.schema import OUTSIDE_IDENTITY, Config, leaves
 from experiments.products.markdown import text_table
 from experiments.products.summaries import score, tail_mean
+from experiments.progress import count_of
 from experiments.records.files import write_if_changed
 from experiments.records.record import METRICS
 from experiments.records.run import Run, typed
@@ -132,11 +134,6 @@ def varied(requests: Sequence[Request]) -> list[dict[str, str]]:
     return [{name: one.get(name, "") for name in names} for one in every]
 
 
-def key_of(word: str) -> str:
-    """optimizer.lr of +optimizer.lr=0.1"""
-    return word.lstrip("+~").partition("=")[0]
-
-
 def is_in(name: str, key: str) -> bool:
     """Whether an override of a key sets this setting; schedule={…} sets schedule.milestones."""
     return name == key or (key != "optimizer" and name.startswith(f"{key}."))
@@ -161,7 +158,8 @@ def title(runs: Sequence[Run], count: int) -> str:
     scales = " and ".join(sorted({run.config.shown_scale for run in runs}))
     order = f"{config.best} {config.metrics[0]} first" if config.best else "not ranked"
     spread = SPREAD if len(runs) > count else ""
-    return f"{config.experiment}, {scales} scale, {count} settings, {order}; {AVERAGED}{spread}"
+    settings = count_of(count, "setting")
+    return f"{config.experiment}, {scales} scale, {settings}, {order}; {AVERAGED}{spread}"
 
 
 def shown(table: pd.DataFrame, metrics: Sequence[str]) -> str:

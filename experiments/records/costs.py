@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
 
-from experiments.config.gpus import has_gpu
+from experiments.config.gpus import cores, device_name, uses_gpu
 from experiments.config.schema import Config, canonical
 from experiments.records.files import write_text
 from experiments.records.provenance import processor
@@ -63,7 +62,6 @@ class Cost:
     evaluations: int
     parameters: int  # how many
     activations: int  # bytes that the forward pass saves for the backward pass
-    convolutions: float  # their share of the operations
 
     @property
     def work(self) -> Work:
@@ -85,8 +83,9 @@ def cost_key(config: Config) -> str:
 
 def device_key(config: Config) -> str:
     """Return what the rates of this machine are measured for."""
-    gpu = config.device != "cpu" and has_gpu()
-    return "gpu" if gpu else f"{processor()}, {config.threads or os.cpu_count()} threads"
+    if uses_gpu(config.device):
+        return device_name(config.device)
+    return f"{processor()}, {config.threads or cores()} threads"
 
 
 class Costs:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from experiments.config.errors import ConfigError
-from experiments.config.gpus import has_gpu
-from experiments.config.schema import Config
+from experiments.config.gpus import device_name, runs_at_once
+from experiments.config.schema import Config, canonical
 from experiments.records import archive, index, provenance, record
 from experiments.records.costs import Rates, device_key, known_costs
 from experiments.records.run import Run, cached_config
@@ -31,7 +33,10 @@ class Timing:
 
     seconds: float
     scale: str
+    speed: str
+    device: str  # cpu, or the name of a GPU
     steps: int | None  # None: decided by epochs, or unknown
+    task: Any  # in canonical form
     optimizer: str
     setting: str
     machine: Mapping[str, Any]  # may lack keys
@@ -82,7 +87,7 @@ def estimate(
             sources |= found[1]
     timed = [run for run in runs if run.folder.parent in seconds]
     parts = [seconds[run.folder.parent] * fraction_left(run) for run in timed]
-    parallel = [min(at_once or parallel_runs(run), len(runs)) for run in timed]
+    parallel = [min(at_once or runs_at_once([run.config]), len(runs)) for run in timed]
     shared = sum(part / count for part, count in zip(parts, parallel, strict=True))
     most = max(parallel, default=1)
     whole = max(shared, *parts) + START * (most > 1) if parts else 0.0
@@ -98,25 +103,38 @@ def guess(run: Run) -> tuple[float, set[str]] | None:
     return None if model is None else (model, {"counted operations"})
 
 
-def parallel_runs(run: Run) -> int:
-    """Return how many runs like this one a figure trains at once on this machine."""
-    c = run.config
-    alone = has_gpu() or c.scale == "smoke" or c.threads is None
-    return 1 if alone else max(1, (os.cpu_count() or 1) // (c.threads or 1))
-
-
 def fraction_left(run: Run) -> float:
-    """Return the part of an interrupted run that is not done."""
-    info, steps = run.info, run.config.steps
-    resumes = Status.in_info(info) in (Status.INTERRUPTED, Status.KILLED, Status.RUNNING)
-    return max(0.0, 1.0 - info["step"] / steps) if resumes and steps else 1.0
+    """Return the part of a run that is not done; force=true starts it again."""
+    done, total = (0, None) if run.config.force else steps_done(run)
+    return max(0.0, 1.0 - done / total) if total else 1.0
+
+
+def steps_done(run: Run) -> tuple[int, int | None]:
+    """Return how many steps an unfinished run has taken, and how many it has, if that is known.
+
+    run.json has no step until a run ends, and no number of steps if epochs decide it.
+    """
+    try:
+        state = json.loads((run.folder / record.PROGRESS).read_text())
+        return state["done"], state["total"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is being written
+        info = run.info
+        step = info["step"] if Status.in_info(info) == Status.INTERRUPTED else 0
+        return step, run.config.steps
 
 
 def similar(run: Run) -> list[Timing]:
-    """Return the times of the most similar runs: same scale, then machine, setting, optimizer."""
-    c = run.config
+    """Return the times of the most similar runs: first by machine, then setting, optimizer.
+
+    They have the same scale, speed and device, and the same task; the time of another task, such as
+    more epochs, is only converted if both numbers of steps are known.
+    """
+    c, task = run.config, task_of(run.config)
     alike = [t for t in timings(c.results, c.published, c.experiment) if t.scale == c.scale]
+    alike = [t for t in alike if (t.speed, t.device) == (c.speed, device_name(c.device))]
+    alike = [t for t in alike if t.task == task or (t.steps and c.steps)]
     alike = [t for t in alike if t.is_local] or alike
+    alike = [t for t in alike if t.task == task] or alike
     alike = [t for t in alike if t.setting == run.setting] or alike
     return [t for t in alike if t.optimizer == c.optimizer_name] or alike
 
@@ -135,7 +153,7 @@ def modelled(run: Run) -> float | None:
 
 def correction(run: Run, rates: Rates) -> float:
     """Return the time of a run of this experiment at another scale, divided by the model's."""
-    for other in other_scales(run) if device_key(run.config) != "gpu" else ():
+    for other in other_scales(run):
         alike, cost = similar(other), known_costs().of(other.config)
         if alike and cost is not None:
             return median(t.seconds_here(other) for t in alike) / rates.seconds(cost.work)
@@ -170,7 +188,7 @@ def timings(results: Path, published: Path, experiment: str) -> list[Timing]:
         timing_of(info, info["run"].split("/")[0], own=False)
         for info in archive.load_infos(published, experiment)
     )
-    listed = listed_timings(published / "runs.csv").get(experiment, [])
+    listed = map(listed_timing, listed_rows(published / "runs.csv").get(experiment, []))
     return [timing for timing in (*own, *recorded, *listed) if timing is not None]
 
 
@@ -183,24 +201,54 @@ def timing_of(info: Mapping[str, Any], setting: str, own: bool) -> Timing | None
     if Status.in_info(info) != Status.FINISHED:
         return None
     config = info["config"]
-    name = config["optimizer_name"]
-    scale, steps, machine = config["scale"], config["steps"], info["machine"]
-    return Timing(info["seconds"], scale, steps, name, setting, machine, own)
+    return Timing(
+        seconds=info["seconds"],
+        scale=config["scale"],
+        speed=config.get("speed", "exact"),  # older runs lack it, and the device
+        device=info.get("device", "cpu"),
+        steps=config["steps"],
+        task=canonical(config["task"]),
+        optimizer=config["optimizer_name"],
+        setting=setting,
+        machine=info["machine"],
+        own=own,
+    )
+
+
+def task_of(config: Config) -> Any:
+    return canonical(config.model_dump(mode="json", include={"task"})["task"])
 
 
 @cache
-def listed_timings(path: Path) -> dict[str, list[Timing]]:
-    """Return the times of runs that were published before records were kept, by experiment."""
-    found = dict[str, list[Timing]]()
+def listed_rows(path: Path) -> dict[str, list[dict[str, str]]]:
+    """Return the runs that were published before records were kept, by experiment."""
+    found = dict[str, list[dict[str, str]]]()
     for row in index.read_index(path).values():
         if row["records"] == index.WITHOUT and row["status"] == Status.FINISHED and row["seconds"]:
-            _, setting, _ = row["run"].split("/")
-            reached = re.match(r"step=(\d+)", row["metrics"])
-            steps = int(reached[1]) if reached else None
-            about = row["scale"], steps, row["optimizer"], setting, dict[str, Any]()
-            timed = Timing(float(row["seconds"]), *about, own=False)
-            found.setdefault(row["experiment"], []).append(timed)
+            found.setdefault(row["experiment"], []).append(row)
     return found
+
+
+def listed_timing(row: dict[str, str]) -> Timing | None:
+    """Return the time of a run of which only its command and its results are known."""
+    words = [word for word in shlex.split(row["command"])[2:] if not word.startswith("seed=")]
+    reached = re.match(r"step=(\d+)", row["metrics"])
+    try:
+        task = task_of(cached_config(tuple(words)))
+    except ConfigError:  # of a setting that no longer exists
+        return None
+    return Timing(
+        seconds=float(row["seconds"]),
+        scale=row["scale"],
+        speed="exact",
+        device="cpu",
+        steps=int(reached[1]) if reached else None,
+        task=task,
+        optimizer=row["optimizer"],
+        setting=row["run"].split("/")[1],
+        machine={},
+        own=False,
+    )
 
 
 def rough_duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"
+FOLDERS = "results=… or published=…"  # the settings of the folders to which files are written
 
 
 class WriteError(OSError):
@@ -18,13 +19,16 @@ class WriteError(OSError):
 
 
 @contextmanager
-def locked(folder: Path, announce: Callable[[str], None] | None = None) -> Iterator[bool]:
+def locked(
+    folder: Path, announce: Callable[[str], None] | None = None, setting: str = FOLDERS
+) -> Iterator[bool]:
     """Hold the lock of a folder; yield whether it is held. With `announce`, wait until it is.
 
-    The operating system releases the lock of a process that ends, also of a killed one.
+    `setting` names what sets another folder. The operating system releases the lock of a process
+    that ends, also of a killed one.
     """
     lock = FileLock(folder / LOCK, fallback_to_soft=False)  # a soft lock outlives a killed process
-    with reporting_write_errors(folder):
+    with reporting_write_errors(folder, setting):
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(Timeout):
             lock.acquire(blocking=False)
@@ -87,12 +91,12 @@ def remove_drafts(folder: Path) -> None:
 
 
 @contextmanager
-def reporting_write_errors(path: Path) -> Iterator[None]:
+def reporting_write_errors(path: Path, setting: str = FOLDERS) -> Iterator[None]:
     """Turn a full or read-only disk into one line: which file, what is wrong, how to fix it."""
     try:
         yield
     except OSError as error:
         raise WriteError(
             f"{path} cannot be written ({error.strerror or error}): fix that or set another folder "
-            "with results=… or published=…, then rerun the same command to resume"
+            f"with {setting}, then rerun the same command to resume"
         ) from error

@@ -33,6 +33,7 @@ from experiments.records.status import Status
 from experiments.records.tracking import track_run
 
 METRICS, INFO = "metrics.csv", "run.json"
+PROGRESS = ".progress"  # how far an unfinished run is; a killed process leaves it too
 
 KILLED = "the process was killed (out of memory?)"
 

@@ -14,9 +14,11 @@ import pickle
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.serialization import default_restore_location
+from torch.types import Storage
 
 from experiments.records.files import write_bytes
 
@@ -27,8 +29,9 @@ CHECKPOINT_FORMAT = "AdaShift checkpoint 2"  # increase the number when the stat
 class Checkpoint:
     """The last good state of one run, which `of` names."""
 
-    def __init__(self, folder: Path, of: str, every: float) -> None:
-        self.path, self.before, self.of, self.every = folder / NAME, folder / BEFORE, of, every
+    def __init__(self, folder: Path, of: str, device: torch.device, every: float) -> None:
+        self.path, self.before = folder / NAME, folder / BEFORE
+        self.of, self.device, self.every = of, device, every
         self.saved = time.monotonic()
 
     @property
@@ -70,10 +73,17 @@ class Checkpoint:
         if checksum(content) != expected:
             raise ValueError("it is truncated or damaged")
         try:
-            state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+            state: dict[str, Any] = torch.load(
+                io.BytesIO(content), map_location=self.place, weights_only=True
+            )
         except pickle.UnpicklingError as error:
             raise ValueError("it contains objects that could execute code") from error
         return state
+
+    def place(self, storage: Storage, location: str) -> Storage:
+        """Move what was on a GPU to the GPU of this run, which may have another number."""
+        here = location if location == "cpu" else str(self.device)
+        return cast(Storage, default_restore_location(storage, here))
 
     def remove(self) -> None:
         for path in (self.before, self.path):  # the newest last: after a kill, load() finds it

@@ -107,7 +107,7 @@ def cost_of(task: Task, config: Config) -> Cost:
     assert steps and every
     taken = first_steps(task)
     with saved_for_backward() as saved:
-        work, convolutions = counted(lambda: [step.loss().backward() for step in taken])
+        work = counted(lambda: [step.loss().backward() for step in taken])
     samples, unit = samples_of(task, config)
     return Cost(
         steps=steps,
@@ -118,7 +118,6 @@ def cost_of(task: Task, config: Config) -> Cost:
         evaluations=-(-steps // every),
         parameters=sum(p.numel() for params in task.players().values() for p in params),
         activations=sum(saved.values()) // len(taken),
-        convolutions=convolutions,
     )
 
 
@@ -134,20 +133,17 @@ def first_steps(task: Task) -> list[Step]:
     return taken
 
 
-def counted(act: Callable[[], object]) -> tuple[Work, float]:
-    """Return the work of an action, and the share of convolutions in its operations."""
+def counted(act: Callable[[], object]) -> Work:
+    """Return the work of an action."""
     with Meter() as meter, FlopCounterMode(display=False) as flops:
         act()
-    total = flops.get_total_flops()
-    parts = flops.get_flop_counts().get("Global", {})
-    convolutions = sum(n for func, n in parts.items() if "convolution" in str(func))
-    return Work(total, meter.moved, meter.calls), convolutions / total if total else 0.0
+    return Work(flops.get_total_flops(), meter.moved, meter.calls)
 
 
 def evaluation_of(task: Task) -> Work:
     """Return the work of an evaluation; none for a search, whose length depends on numbers."""
     try:
-        return counted(task.evaluate)[0]
+        return counted(task.evaluate)
     except FAILURES:
         return Work(0, 0, 0)
 

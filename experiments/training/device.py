@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from experiments.config.errors import ConfigError
 from experiments.config.schema import Config
+from experiments.progress import count_of
 from experiments.records.files import locked
 from experiments.training.speed import set_precision
 
@@ -88,26 +89,28 @@ def take_gpu(held: ExitStack, runs_per_gpu: int, announce: Callable[[str], None]
     """Return the number of a GPU with a free slot; `held` keeps the lock of the slot."""
     if dist.is_torchelastic_launched():  # its processes must not share a GPU
         number = int(os.environ["LOCAL_RANK"])
-        held.enter_context(locked(slot(number, 0)))
+        held.enter_context(locked_slot(number, 0))
         return number
     count, announced = torch.cuda.device_count(), False
     while True:
         for place in range(runs_per_gpu):
             for number in range(count):
                 with ExitStack() as attempt:
-                    if attempt.enter_context(locked(slot(number, place))):
+                    if attempt.enter_context(locked_slot(number, place)):
                         held.push(attempt.pop_all())
                         return number
         if not announced:
             announced = True
             announce(
-                f"waiting: each of {count} GPUs has {runs_per_gpu} runs; set runs_per_gpu="
-                f"{runs_per_gpu + 1} to share it with more, or choose one with device=cuda:0"
+                f"waiting: {count_of(count, 'GPU')} with {count_of(runs_per_gpu, 'run')} each; set "
+                f"runs_per_gpu={runs_per_gpu + 1} to share them with more, or choose one with "
+                "device=cuda:0"
             )
         time.sleep(SECONDS_BETWEEN_TRIES)
 
 
-def slot(number: int, place: int) -> Path:
-    """The folder that one of the runs on a GPU locks."""
+def locked_slot(number: int, place: int) -> AbstractContextManager[bool]:
+    """Lock the folder of one of the runs on a GPU; yield whether it was free."""
     name = torch.cuda.get_device_properties(number).uuid  # the same in every process
-    return Path(tempfile.gettempdir()) / f"adashift-{os.getuid()}" / f"gpu-{name}-{place}"
+    folder = Path(tempfile.gettempdir()) / f"adashift-{os.getuid()}" / f"gpu-{name}-{place}"
+    return locked(folder, setting="TMPDIR=…")

@@ -16,7 +16,7 @@ from experiments.config.errors import ConfigError
 from experiments.config.gpus import runs_on_a_gpu
 from experiments.config.paths import shown_path
 from experiments.config.schema import Config
-from experiments.progress import Progress, message
+from experiments.progress import message
 from experiments.records.archive import Published
 from experiments.records.files import locked
 from experiments.records.record import Record
@@ -114,9 +114,9 @@ class Execution:
         return record.status
 
     def train_into(
-        self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: Progress
+        self, record: Record, checkpoint: Checkpoint, group: ProcessGroup, progress: RunProgress
     ) -> None:
-        record.about = {"deterministic": self.deterministic}
+        record.about = {"device": self.device_name, "deterministic": self.deterministic}
         load = {"load": lambda: group.broadcast(checkpoint.load()), "checkpoint": checkpoint}
         resuming = load if self.task.resumable else {}
         group.start()
@@ -125,11 +125,13 @@ class Execution:
             torch.cuda.reset_peak_memory_stats(self.device)
         with noted_kernels() as kernels:
             record.status = self.training(record=record, progress=progress, **resuming)
+        if record.status.is_final:
+            progress.remove()
         same = self.deterministic and not kernels
-        record.about = {"deterministic": same, "not_deterministic": kernels}
+        record.about |= {"deterministic": same, "not_deterministic": kernels}
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self.device)
-            record.about["gpu_memory"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
+            record.about["gpu_memory_used"] = round(peak / 2**30, 2)  # GiB, without CUDA's own
 
     def follow(self, group: ProcessGroup) -> Status:
         """Take part in the training of the leader, which alone writes and prints."""
@@ -141,6 +143,11 @@ class Execution:
 
     def length(self) -> str:
         return f", {self.training.keywords['steps']:,} steps" if isinstance(self.task, Task) else ""
+
+    @property
+    def device_name(self) -> str:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
 
     @property
     def unit(self) -> str:
@@ -223,7 +230,8 @@ def prepare_measurement(config: Config, task: Measurement) -> partial[Status]:
 
 def checkpoint_of(run: Run, device: torch.device) -> Checkpoint:
     # Devices round differently, so a run that began on one does not resume on another.
-    return Checkpoint(run.folder, f"{run.name} on {device.type}", run.config.checkpoint_every)
+    of = f"{run.name} on {device.type}"
+    return Checkpoint(run.folder, of, device, run.config.checkpoint_every)
 
 
 def remove_stale_checkpoint(run: Run) -> None:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from experiments.config.gpus import cores, runs_at_once, uses_gpu
 from experiments.config.paths import ROOT, shown_path
+from experiments.progress import count_of
 from experiments.records import archive
-from experiments.records.estimate import Estimate, estimate, is_timed, rough_duration
+from experiments.records.estimate import Estimate, estimate, is_timed, rough_duration, timings
 from experiments.records.run import Run
 
 LONG = 600.0  # seconds, of all runs
@@ -28,6 +30,7 @@ def forecast_lines(runs: Sequence[Run], at_once: int | None) -> list[str]:
     """Return lines on the time of these runs, on slow ones, and on ways to make it shorter."""
     if not runs:
         return []
+    timings.cache_clear()  # this process may have trained runs since the last forecast
     paces = measure_paces(untimed(runs))
     found = estimate(runs, at_once, {folder: pace.seconds for folder, pace in paces.items()})
     lines = [f"{time_of(found)}; {output_of(runs)}"]
@@ -45,8 +48,8 @@ def time_of(found: Estimate) -> str:
 
 def busy() -> str:
     """Return a warning if other processes use the cores, which no estimate takes into account."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f" (longer while the machine is busy: load {load:.1f})" if load > cores else ""
+    load = os.getloadavg()[0]
+    return f" (longer while the machine is busy: load {load:.1f})" if load > cores() else ""
 
 
 def output_of(runs: Sequence[Run]) -> str:
@@ -61,10 +64,11 @@ def shorter(runs: Sequence[Run], found: Estimate) -> str:
     ways += ["scale=laptop"] * (c.scale == "paper" and c.cpu_scale == "laptop")
     published = sum(is_published(run) for run in runs)
     if published and c.records == "own":
-        ways.append(f"records=all, which uses {published} published runs")
+        ways.append(f"records=all, which uses {count_of(published, 'published run')}")
     if len({run.config.seed for run in runs}) > 1:
         ways.append("fewer seeds")
-    if found.at_once < min(len(runs), (os.cpu_count() or 1) // (c.threads or 1)):
+    parallel = 1 if uses_gpu(c.device) else runs_at_once(run.config for run in runs)
+    if found.at_once < min(len(runs), parallel):
         ways.append("engine=joblib, which uses all cores")
     return "; ".join([*ways, "python run.py -m engine=slurm on a cluster"])
 

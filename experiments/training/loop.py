@@ -50,25 +50,30 @@ class Training:
             "players": {name: list(map(Tensor.detach, p)) for name, p in self.players()},
             "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
             "task": self.task.state_dict(),
-            "random": random_states(),
+            "random": random_states(self.device),
             "record": self.record.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
-        self.losses.update((name, list(parts)) for name, parts in state["losses"].items())
+        for name, parts in state["losses"].items():  # a follower gets those of the leader's GPU
+            self.losses[name] = list(parts.to(self.device))
         for name, parameters in self.players():
             for parameter, value in zip(parameters, state["players"][name], strict=True):
                 parameter.copy_(value)
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         self.task.load_state_dict(state["task"])
-        set_random_states(state["random"])
+        set_random_states(state["random"], self.device)
         self.record.load_state_dict(state["record"])
 
     def players(self) -> list[tuple[str, list[torch.nn.Parameter]]]:
         return list(self.task.players().items())
+
+    @property
+    def device(self) -> torch.device:
+        return self.players()[0][1][0].device
 
     def take(self, step: Step | CustomStep) -> None:
         loss = self.take_step(step, self.optimizers[step.player])
@@ -185,12 +190,13 @@ def mean_loss(losses: list[Tensor]) -> float:
     return float(torch.stack(losses).cpu().mean(dtype=torch.float64))
 
 
-def random_states() -> list[Tensor]:
-    """Return the states of torch's global generators (for dropout): the CPU, then each GPU."""
-    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's global generators (for dropout): the CPU, then the run's GPU."""
+    gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *gpu]
 
 
-def set_random_states(states: list[Tensor]) -> None:
+def set_random_states(states: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states[1:])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -11,13 +11,12 @@ from functools import partial
 from multiprocessing import active_children, get_context
 
 from experiments.config.errors import one_line_errors
-from experiments.config.gpus import count_gpus, runs_on_a_gpu
+from experiments.config.gpus import runs_at_once
 from experiments.data.files import DataError
 from experiments.records.files import WriteError
 from experiments.records.record import KILLED
 from experiments.records.run import Run
 from experiments.records.status import Status
-from experiments.training import device
 from experiments.training.execute import Announce, Tags, execute, no_tags
 from experiments.training.scheduler import Engine, RunOutcome, describe, train_all
 from experiments.training.signals import answered_at_once, end_with_parent, stop_request
@@ -40,15 +39,7 @@ def engine_for(count: int, tags: Tags) -> Engine:
 
 def side_by_side(runs: Sequence[Run]) -> int:
     """Return how many of these runs the GPUs or the cores can take at once."""
-    if all(run.config.scale == "smoke" for run in runs):
-        return 1  # such a run takes less time than the start of a worker
-    configs = [run.config for run in runs]
-    if all(device.pick_device(c.device).type == "cpu" for c in configs):
-        count = device.ALL_THREADS // max(c.threads or device.ALL_THREADS for c in configs)
-    else:
-        gpus = len({c.device for c in configs} - {"auto"}) or count_gpus()
-        count = gpus * min(runs_on_a_gpu(c.runs_per_gpu, c.gpu_memory) for c in configs)
-    return max(1, min(count, len(runs)))
+    return max(1, min(runs_at_once(run.config for run in runs), len(runs)))
 
 
 def in_turn(tags: Tags, runs: Sequence[Run]) -> Iterator[tuple[Run, RunOutcome]]:

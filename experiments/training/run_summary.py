@@ -8,7 +8,7 @@ import pandas as pd
 
 from experiments.config.build import import_target
 from experiments.config.paths import shown_path
-from experiments.progress import duration, number
+from experiments.progress import aligned, duration, number
 from experiments.records import archive
 from experiments.records.agreement import compare
 from experiments.records.archive import Published
@@ -25,7 +25,8 @@ def run_summary(run: Run) -> str:
     table = metrics_of(run)
     names = shown_names(run.config, table.columns.drop("step"))
     rows = rows_of_measurement if is_measurement(run) else rows_of_training
-    lines = aligned(rows(run, table, names[:METRICS_SHOWN])) if names else []
+    shown = rows(run, table, names[:METRICS_SHOWN]) if names else []
+    lines = [f"  {line}" for line in aligned(shown)]
     if len(names) > METRICS_SHOWN:
         lines.append(f"  … and {len(names) - METRICS_SHOWN} more metrics in the record")
     return "\n".join([first_line(run), "", *lines, *[""] * bool(lines), *places(run)])
@@ -65,16 +66,6 @@ def rows_of_measurement(run: Run, table: pd.DataFrame, names: list[str]) -> list
     """Return the range of each metric: the rows are different settings, and none is the last."""
     ends = [(name, table[name].min(), table[name].max()) for name in names]
     return [["metric", "lowest", "highest"], *([n, number(a), number(b)] for n, a, b in ends)]
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Return the rows as columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return [
-        "  ".join(["", row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip()
-        for row in rows
-    ]
 
 
 def places(run: Run) -> list[str]:

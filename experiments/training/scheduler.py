@@ -17,6 +17,7 @@ from typing import Protocol
 
 from experiments.config.errors import ConfigError, last_line
 from experiments.config.schema import Config
+from experiments.progress import count_of, first_lines
 from experiments.records.files import locked
 from experiments.records.record import Record
 from experiments.records.run import Run
@@ -24,8 +25,6 @@ from experiments.records.status import Status
 from experiments.records.tracking import prepare
 from experiments.training.forecast import forecast_lines
 from experiments.training.watch import Watch
-
-COMMANDS_SHOWN = 3  # commands of runs that failed for the same reason
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def train_all(runs: Sequence[Run], engine: Engine, title: str, at_once: int | No
     missing = [run for run in runs if run.needs_training]
     ready = f", {len(runs) - len(missing)} already finished" if len(missing) < len(runs) else ""
     scale = scale_notice(runs[0].config)
-    print(f"{title}: {len(missing)} runs to train at {scale}{ready}", flush=True)
+    print(f"{title}: {count_of(len(missing), 'run')} to train at {scale}{ready}", flush=True)
     for line in forecast_lines(missing, at_once):
         print(f"{title}: {line}", flush=True)
     prepare(run.config for run in missing)
@@ -150,12 +149,7 @@ def print_failures(failures: Sequence[tuple[Run, RunOutcome]]) -> None:
         if outcome.lacks_data:  # the error says how to get the data
             print(f"{outcome} (runs affected: {len(runs)})", file=sys.stderr)
         else:
-            print("\n".join([str(outcome), *commands_of(runs)]), file=sys.stderr)
-
-
-def commands_of(runs: Sequence[Run]) -> list[str]:
-    more = [f"    … and {len(runs) - COMMANDS_SHOWN} more"] if len(runs) > COMMANDS_SHOWN else []
-    return [f"    {run.command()}" for run in runs[:COMMANDS_SHOWN]] + more
+            print("\n".join([str(outcome), *first_lines(runs, Run.command)]), file=sys.stderr)
 
 
 def record_failure(run: Run, outcome: RunOutcome) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from heapq import heapify, heapreplace
@@ -24,6 +24,8 @@ from experiments.progress import (
     Snapshot,
     Terminal,
     Values,
+    aligned,
+    count_of,
     duration,
     left,
     named,
@@ -33,11 +35,9 @@ from experiments.progress import (
 )
 from experiments.records.files import is_locked
 from experiments.records.metrics import last_value, shown_names
-from experiments.records.record import INFO
+from experiments.records.record import INFO, PROGRESS
 from experiments.records.run import Run
 from experiments.records.status import Status
-
-PROGRESS = ".progress"  # exists while a run is trained
 
 
 class RunProgress(Progress):
@@ -55,8 +55,8 @@ class RunProgress(Progress):
         with suppress(OSError):  # the record reports a full disk
             self.path.write_text(json.dumps(asdict(snapshot)))
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def remove(self) -> None:
+        """Remove the file of a run that is complete; of others, it says how much is left."""
         with suppress(OSError):
             self.path.unlink()
 
@@ -100,7 +100,8 @@ class Watch:
         self.output.close()
         if kind is None and self.total:
             seconds = time.monotonic() - self.created
-            print_line(f"{self.title}: {self.total} runs ended after {duration(seconds)}")
+            ended = count_of(self.total, "run")
+            print_line(f"{self.title}: {ended} ended after {duration(seconds)}")
 
     def watch(self) -> None:
         while not self.stopped.is_set():
@@ -163,7 +164,8 @@ class Watch:
         )
         counts = f"{self.ended}/{self.total} runs" + f", {self.failed} failed" * bool(self.failed)
         whole = spaced(f"{self.title}: {counts}", f"{fraction:.0%}", left(remaining))
-        return [whole, *aligned(map(self.run_parts, running, running.values()))]
+        parts = map(self.run_parts, running, running.values())
+        return [whole, *(f"  {line}" for line in aligned(parts, str.ljust))]
 
     def run_parts(self, folder: Path, state: Snapshot) -> list[str]:
         main = named(dict(list(state.values.items())[-1:]))
@@ -215,13 +217,6 @@ def kind_of(run: Run) -> tuple[str, str]:
 def varied_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for values in settings for key in values)
     return [key for key in keys if len({repr(values.get(key)) for values in settings}) > 1]
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the rows with columns of equal width."""
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
 def result_of(run: Run) -> list[str]:

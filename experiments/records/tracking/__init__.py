@@ -92,7 +92,10 @@ def prepare(configs: Iterable[Config]) -> None:
 
 
 def is_tracked(config: Config) -> bool:
-    """Return whether a run is tracked; `auto` skips smoke runs: W&B would take longer than they."""
+    """Return whether a run is tracked.
+
+    `auto` skips smoke runs: W&B would take longer than the run itself.
+    """
     return config.tracking.mode not in ("off", *["auto"] * (config.scale == "smoke"))
 
 

@@ -74,15 +74,8 @@ def test_tuned_values_do_not_leak_into_the_next_optimizer():
     ],
 )
 def test_auto_scale_is_paper_on_a_gpu_and_cpu_scale_elsewhere(monkeypatch, gpu, cpu_scale, scale):
-    monkeypatch.setattr(composing, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(composing, "uses_gpu", lambda device: gpu)
     assert compose([*PAIR, f"cpu_scale={cpu_scale}"]).scale == scale
-
-
-def test_a_hidden_gpu_does_not_count(monkeypatch):
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    assert gpus.has_gpu()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not gpus.has_gpu()
 
 
 @pytest.mark.parametrize(
@@ -363,6 +356,19 @@ def test_experiment_files_do_not_set_optimizer_values():
         assert "optimizer" not in yaml.safe_load(path.read_text().replace("${", "x{")), path
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "set runs_per_gpu=1 or reduce the sizes"),
+        (MemoryError("no memory"), "reduce the sizes"),
+    ],
+)
+def test_out_of_memory_is_reported_with_a_fix(error, advice):
+    message = rf"^out of memory \({error}\): {advice} of this run$"
+    with pytest.raises(ConfigError, match=message), errors.one_line_errors():
+        raise error
+
+
 # -- engines -----------------------------------------------------------------------------------
 
 
@@ -377,7 +383,7 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path, visible, listed, 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_gpus() == count
+    assert gpus.count_gpus() == count and gpus.has_gpu() == (count > 0)
 
 
 @pytest.mark.parametrize("name", paths.choices_of("engine"))

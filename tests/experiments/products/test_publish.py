@@ -118,7 +118,7 @@ def test_records_all_uses_own_runs_then_published_ones_and_trains_the_rest(lab):
     del lost[adashift.entry]
     archive.save(lab.published, adam.config.experiment, lost)
     out = lab("figure", "1", "records=all")
-    assert "1 runs to train" in out and "figure-01-all.png" in out
+    assert "1 run to train" in out and "figure-01-all.png" in out
     here = [isinstance(run.source, Published) for run in lab.runs("records=all")]
     assert here == [False, True, True, True, True, False]
 
@@ -207,7 +207,7 @@ def test_runs_of_uncommitted_code_are_not_published(lab, monkeypatch, commit):
         lab("claims")  # trains the runs of the claims
         with pytest.raises(ConfigError, match="before you publish"):
             lab("publish")
-    with pytest.raises(ConfigError, match="2 runs were trained with uncommitted changes"):
+    with pytest.raises(ConfigError, match="uncommitted changes were used to train 2 runs,"):
         lab("publish")
     assert contents(lab.published) == before
 
@@ -387,7 +387,7 @@ def test_publishing_on_a_gpu_keeps_what_a_cpu_has_published(lab, tmp_path, monke
     lab("publish")
     first = contents(lab.published)
     cached_config.cache_clear()
-    monkeypatch.setattr("experiments.config.compose.has_gpu", lambda: True)
+    monkeypatch.setattr("experiments.config.compose.uses_gpu", lambda device: True)
     assert "0 runs added to the records\n0 unused" in lab("publish")
     assert contents(lab.published) == first
     cached_config.cache_clear()

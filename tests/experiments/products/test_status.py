@@ -8,7 +8,6 @@ import pytest
 from experiments import __main__ as cli
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
-from experiments.products import specs
 from experiments.products.specs import load_spec
 from experiments.records import estimate
 from experiments.records.files import locked
@@ -16,21 +15,10 @@ from experiments.records.run import Run
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all
 
-SPEC = """
-title: Figure 1. A test
-seeds: 2
-base: [experiment=mnist_lr]
-runs: {adam: [optimizer=adam], adashift: [optimizer=adashift]}
-panels: [{title: (a) test accuracy, metric: test_accuracy, runs: [adam, adashift]}]
-"""
-
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch, capsys):
+def ask(small_figure, tmp_path, capsys):
     """Return the lines of the status of a small figure; `ask.runs` are its runs."""
-    (tmp_path / "figure").mkdir()
-    (tmp_path / "figure/01.yaml").write_text(SPEC)
-    monkeypatch.setattr(specs, "CONF", tmp_path)
     words = [f"results={tmp_path / 'results'}", "scale=smoke", "tracking=off"]
 
     def ask(*names):
@@ -88,7 +76,6 @@ def test_a_failure_is_reported_with_the_command_that_reruns_it(ask, monkeypatch,
 
 
 def test_the_time_left_is_estimated_from_similar_runs(ask, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
     adam, _, adashift, _ = ask.runs
     execute(adam)
     change(adam, seconds=300, machine={"system": "another"})
@@ -104,7 +91,7 @@ def test_the_time_left_is_estimated_from_similar_runs(ask, monkeypatch):
 
 
 def test_runs_that_no_figure_uses_are_listed_too(ask):
-    stray = Run(compose(["experiment=mnist_lr", "optimizer=adam", "optimizer.lr=0.3", *ask.words]))
+    stray = Run(compose(["experiment=mnist_mlp", "optimizer=adam", "optimizer.lr=0.3", *ask.words]))
     execute(stray)
     assert ask()[-1] == "other runs: 1 finished"
     change(stray, status="failed", error="MemoryError()")

@@ -5,8 +5,9 @@ import json
 import pandas as pd
 import pytest
 
+from experiments.config import gpus
 from experiments.config.compose import compose
-from experiments.records import archive, estimate, index, provenance, record
+from experiments.records import archive, costs, estimate, index, provenance, record
 from experiments.records.archive import Published
 from experiments.records.run import Run
 
@@ -16,10 +17,11 @@ HERE = {"processor": "ours", "cores": 2, "probe": 0.1}
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     monkeypatch.setattr(provenance, "processor", lambda: HERE["processor"])
+    monkeypatch.setattr(costs, "processor", lambda: HERE["processor"])
     monkeypatch.setattr(estimate, "probe", lambda: HERE["probe"])
     monkeypatch.setattr("os.cpu_count", lambda: HERE["cores"])
     estimate.timings.cache_clear()
-    estimate.listed_timings.cache_clear()
+    estimate.listed_rows.cache_clear()
 
 
 @pytest.fixture
@@ -29,11 +31,10 @@ def run(tmp_path):
     return lambda *words: Run(compose(["experiment=mnist_mlp", *words, *places]))
 
 
-def info_of(run, seconds, machine=HERE, status="finished", step=57300):
+def info_of(run, seconds, machine=HERE, status="finished", step=57300, device="cpu"):
     config = run.config.model_dump(mode="json", exclude={"results", "published"})
-    return {"status": status, "seconds": seconds, "machine": machine, "config": config} | {
-        "step": step
-    }
+    about = {"machine": machine, "device": device, "config": config}
+    return {"status": status, "step": step, "seconds": seconds} | about
 
 
 def finish(run, seconds, **about):
@@ -92,6 +93,39 @@ def test_a_shorter_run_takes_a_part_of_the_time(run):
     assert seconds(run("steps=5730", "seed=1")) == pytest.approx(10)
 
 
+RESNET = ["experiment=resnet_cifar10", "scale=laptop"]
+
+
+@pytest.mark.parametrize(
+    "words", [["trainer.epochs=50"], ["data.limit=100"], ["model.width=4"], ["speed=fast"]]
+)
+def test_the_time_of_another_task_says_nothing_if_epochs_decide_the_steps(run, words):
+    finish(run(*RESNET), 100)
+    assert estimate.estimate([run(*RESNET, *words)]).unknown == 1
+    finish(run(*RESNET, *words), 30)
+    assert seconds(run(*RESNET, *words, "optimizer.lr=0.5")) == 30
+    assert seconds(run(*RESNET, "optimizer.lr=0.5")) == 100
+
+
+def test_the_time_of_another_task_is_converted_by_the_steps(run):
+    finish(run("task.hidden=[8]"), 100)
+    assert seconds(run("steps=5730")) == pytest.approx(10)
+    finish(run("steps=573"), 4)
+    assert seconds(run("steps=5730")) == pytest.approx(40)  # the same task is preferred
+
+
+def test_a_run_is_timed_by_runs_of_its_device(run, monkeypatch):
+    finish(run("seed=0"), 100)
+    finish(run("seed=1"), 10, device="NVIDIA A100")
+    assert seconds(run("seed=2")) == 100
+    listed = "GPU 0: NVIDIA A100 (UUID: GPU-1)"
+    monkeypatch.setattr(gpus, "nvidia_smi", lambda flag, *_: [listed] * (flag == "-L"))
+    assert seconds(run("seed=2")) == 10
+    assert seconds(run("seed=2", "device=cpu")) == 100
+    assert costs.device_key(run().config) == "NVIDIA A100"
+    assert costs.device_key(run("device=cpu", "threads=3").config) == "ours, 3 threads"
+
+
 def test_other_scales_and_unfinished_runs_say_nothing(run):
     finish(run("scale=smoke"), 1)
     finish(run("seed=1"), 5, status="diverged")
@@ -112,13 +146,28 @@ def test_only_the_rest_of_an_interrupted_run_is_counted(run):
     assert seconds(run("seed=1")) == pytest.approx(75)
 
 
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])  # killed: running
+@pytest.mark.parametrize("words", [[], ["steps=null"]])  # null: decided by epochs
+def test_the_progress_of_an_unfinished_run_says_how_much_is_left(run, status, words):
+    finish(run("seed=0", *words), 100)
+    finish(run("seed=1", *words), 25, status=status, step=0)
+    state = {"done": 30, "total": 120, "first": 0, "seconds": 25.0}
+    (run("seed=1", *words).folder / record.PROGRESS).write_text(json.dumps(state))
+    assert seconds(run("seed=1", *words)) == pytest.approx(75)
+    assert seconds(run("seed=1", *words, "force=true")) == 100
+    (run("seed=1", *words).folder / record.PROGRESS).write_text('{"done": ')
+    assert seconds(run("seed=1", *words)) == 100
+
+
 def test_runs_published_without_records_count(run):
     row = dict.fromkeys(index.INDEX_COLUMNS, "") | {
         "run": f"mnist_mlp/{run().entry}", "experiment": "mnist_mlp", "optimizer": "adashift",
         "scale": "paper", "status": "finished", "seconds": "42.0", "records": index.WITHOUT,
+        "command": "python run.py experiment=mnist_mlp optimizer=adashift scale=paper seed=0",
     }  # fmt: skip
     index.write_index(run().config.published / "runs.csv", {row["run"]: row})
     assert seconds(run("seed=1")) == 42
+    assert estimate.estimate([run("task.hidden=[8]")]).unknown == 1
 
 
 def test_a_damaged_records_file_is_no_error(run):

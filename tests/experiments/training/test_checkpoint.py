@@ -98,7 +98,7 @@ def test_force_starts_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    kept = Checkpoint(tmp_path, "one", every=60)
+    kept = Checkpoint(tmp_path, "one", CPU, every=60)
     kept.save({"x": torch.arange(5.0), "name": "θ"})
     return kept
 
@@ -112,12 +112,26 @@ def test_a_state_is_loaded_as_saved(checkpoint):
 def test_a_state_is_due_after_its_time(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    kept = Checkpoint(tmp_path, "one", every=60)
+    kept = Checkpoint(tmp_path, "one", CPU, every=60)
     assert not kept.due
     now[0] += 60
     assert kept.due
     kept.save({})
     assert not kept.due
+
+
+def test_what_was_on_a_gpu_is_loaded_to_the_gpu_of_the_run(tmp_path, monkeypatch):
+    """The meta device stands for the GPU of the run; the file says cuda:1, which does not exist."""
+    on_gpu, on_cpu = torch.arange(5.0), torch.arange(3)
+    places = {on_gpu.untyped_storage().data_ptr(): "cuda:1"}
+    monkeypatch.setattr(
+        "torch.serialization.location_tag", lambda kept: places.get(kept.data_ptr(), "cpu")
+    )
+    kept = Checkpoint(tmp_path, "one", torch.device("meta"), every=60)
+    kept.save({"losses": on_gpu, "order": on_cpu})
+    state = kept.load()
+    assert state["losses"].device.type == "meta"
+    assert state["order"].tolist() == [0, 1, 2]
 
 
 def relabel(path, **changes):

@@ -51,7 +51,7 @@ def test_smoke_scale_equals_a_step_with_numbers(experiment):
 
 def test_the_paper_s_networks_are_counted_without_data():
     small = costs.count_cost(compose(["experiment=resnet_cifar10", "scale=laptop"]))
-    assert small.steps == 5000 // 64 * 5 and small.convolutions > 0.99
+    assert small.steps == 5000 // 64 * 5
     large = costs.count_cost(compose(["experiment=resnet_cifar10", "scale=paper"]))
     assert large.steps == 50_000 // 128 * 50
     assert large.step.flops > 8 * small.step.flops

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.kill_and_resume import record_of
 from experiments.config.compose import compose
+from experiments.records.files import WriteError
 from experiments.tasks.mnist import LinearClassifier
 from experiments.training import device
 from experiments.training.device import device_for, noted_kernels
@@ -63,6 +64,7 @@ def test_determinism_is_the_default_on_a_cpu_and_changes_no_bit(tmp_path, experi
     assert execute(free) == "finished" and not torch.are_deterministic_algorithms_enabled()
     assert record_of(usual) == record_of(free)
     assert (usual.info["deterministic"], usual.info["not_deterministic"]) == (True, [])
+    assert usual.info["device"] == "cpu"
     assert free.info["deterministic"] is False
 
 
@@ -125,7 +127,14 @@ def test_a_run_waits_for_a_free_gpu(four_gpus, monkeypatch):
     with others, device_for("auto", 1, said.append) as free:
         assert free.index == 0
     (line,) = said
-    assert line.startswith("waiting: each of 4 GPUs has 1 runs; set runs_per_gpu=2")
+    assert line.startswith("waiting: 4 GPUs with 1 run each; set runs_per_gpu=2")
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_reported(four_gpus, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(WriteError, match=r"set another folder with TMPDIR=…,"), device_for("auto"):
+        pass
 
 
 def test_processes_of_torchrun_do_not_share_a_gpu(four_gpus, monkeypatch):

@@ -1,9 +1,13 @@
 """What a figure or a sweep says of its time before it trains."""
 
+import json
+
 import pytest
 
+from experiments.config import gpus
 from experiments.config.compose import compose
 from experiments.records.estimate import Estimate
+from experiments.records.record import INFO
 from experiments.records.run import Run
 from experiments.training import forecast
 
@@ -60,6 +64,37 @@ def test_more_than_ten_minutes_are_reported_with_ways_to_make_it_shorter(runs, m
     assert "records=all, which uses 2 published runs" in line and "fewer seeds" in line
     _, line = lines_for(monkeypatch, runs("experiment=resnet_cifar10", "scale=paper"), 601)
     assert "scale=laptop" in line and "records=all" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "cores", "gpus_found", "advised"),
+    [
+        (["threads=1"], 2, 0, True),
+        (["threads=1"], 1, 0, False),
+        (["threads=null"], 2, 0, False),  # a run uses all cores
+        (["threads=1"], 2, 1, False),
+        (["threads=1", "device=cpu"], 2, 1, True),
+    ],
+)
+def test_joblib_is_advised_if_a_sweep_leaves_cores_idle(
+    runs, monkeypatch, words, cores, gpus_found, advised
+):
+    monkeypatch.setattr(gpus, "cores", lambda: cores)
+    monkeypatch.setattr(gpus, "count_gpus", lambda: gpus_found)
+    many = runs("experiment=resnet_cifar10", "scale=laptop", *words)
+    in_turn, as_a_figure = Estimate(601, at_once=1), Estimate(601, at_once=cores)
+    assert ("engine=joblib" in forecast.shorter(many, in_turn)) == advised
+    assert "engine=joblib" not in forecast.shorter(many, as_a_figure)
+
+
+def test_runs_that_were_finished_in_this_process_count(runs, monkeypatch):
+    (first, second) = runs("experiment=wgan_gp", "scale=smoke")
+    assert forecast.forecast_lines([first], 1)[0].startswith("time unknown")
+    config = first.config.model_dump(mode="json", exclude={"results", "published"})
+    info = {"status": "finished", "seconds": 90, "machine": {}, "config": config, "step": 1}
+    first.folder.mkdir(parents=True)
+    (first.folder / INFO).write_text(json.dumps(info))
+    assert forecast.forecast_lines([second], 1)[0].startswith("about 1.5 min, 1 at a time")
 
 
 LION = ("experiment=counterexample_stochastic", "optimizer=lion", "optimizer.lr=0.001")

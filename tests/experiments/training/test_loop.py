@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from experiments.task import CustomStep, Step, Task
-from experiments.training.loop import train
+from experiments.training.loop import Training, random_states, set_random_states, train
 
 
 class Log:
@@ -19,6 +19,16 @@ class Log:
 
     def keep(self, files):
         assert files == {}
+
+
+class RecordWithState(Log):
+    """A record that can be saved; its state is empty."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
 
 
 class TwoPlayers(Task):
@@ -118,6 +128,29 @@ def test_a_task_without_state_raises_for_a_state():
     task.load_state_dict(task.state_dict())
     with pytest.raises(ValueError, match=r"TwoPlayers has no state, but got \['order'\]"):
         task.load_state_dict({"order": 1})
+
+
+def test_only_the_generator_of_the_run_s_gpu_is_saved(monkeypatch):
+    set_to = {}
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda device: torch.tensor([device.index]))
+    monkeypatch.setattr(
+        "torch.cuda.set_rng_state", lambda state, device: set_to.update({device.index: state})
+    )
+    cpu, gpu = random_states(torch.device("cuda", 1))
+    assert torch.equal(cpu, torch.get_rng_state()) and gpu.tolist() == [1]
+    set_random_states([cpu, gpu], torch.device("cuda", 0))
+    assert set_to == {0: gpu}
+    assert len(random_states(torch.device("cpu"))) == 1
+
+
+def test_pending_losses_are_restored_on_the_device_of_the_parameters():
+    """A follower of torchrun gets the losses of the leader, which are on another GPU."""
+    task = TwoPlayers()
+    saved = Training(task, {}, RecordWithState()).state_dict()
+    task.a = torch.nn.Parameter(torch.zeros((), device="meta"))
+    training = Training(task, {}, RecordWithState())
+    training.load_state_dict(saved | {"losses": {"a/loss": torch.ones(2)}})
+    assert [loss.device.type for loss in training.losses["a/loss"]] == ["meta", "meta"]
 
 
 class Jumps(Task):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.config import gpus
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.data import mnist
@@ -11,7 +12,6 @@ from experiments.records.files import WriteError, locked
 from experiments.records.record import KILLED
 from experiments.records.run import Run
 from experiments.records.status import Status
-from experiments.training import device
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all, side_by_side
 from experiments.training.scheduler import FailedRunsError
@@ -25,7 +25,7 @@ def runs(folder, *overrides, seeds=(0, 1, 2)):
 
 
 def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     in_turn, together = runs(tmp_path / "a"), runs(tmp_path / "b")
     for run in in_turn:
         assert execute(run) == "finished"
@@ -44,31 +44,30 @@ def test_workers_write_the_records_that_one_process_writes(tmp_path, monkeypatch
 def test_the_number_of_workers_depends_on_the_cores(
     tmp_path, monkeypatch, cores, threads, expected
 ):
-    monkeypatch.setattr(device, "ALL_THREADS", cores)
+    monkeypatch.setattr(gpus, "cores", lambda: cores)
     assert side_by_side(runs(tmp_path, f"threads={threads}")) == expected
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words", "expected"),
+    ("found", "words", "expected"),
     [(1, [], 4), (2, [], 6), (2, ["runs_per_gpu=1"], 2), (1, ["runs_per_gpu=3"], 3),
-     (2, ["device=cuda:1", "runs_per_gpu=2"], 2)],
+     (2, ["device=cuda:1", "runs_per_gpu=2"], 2), (1, ["device=cpu", "threads=32"], 2)],
 )  # fmt: skip
-def test_the_number_of_workers_depends_on_the_gpus(tmp_path, monkeypatch, gpus, words, expected):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("experiments.training.pool.count_gpus", lambda: gpus)
-    monkeypatch.setattr("experiments.config.gpus.memory_of_a_gpu", lambda: 24.0)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+def test_the_number_of_workers_depends_on_the_gpus(tmp_path, monkeypatch, found, words, expected):
+    monkeypatch.setattr(gpus, "count_gpus", lambda: found)
+    monkeypatch.setattr(gpus, "memory_of_a_gpu", lambda: 24.0)
+    monkeypatch.setattr(gpus, "cores", lambda: 64)
     assert side_by_side(runs(tmp_path, *words, seeds=range(6))) == expected
 
 
 def test_smoke_runs_need_no_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     assert side_by_side(runs(tmp_path, "scale=smoke")) == 1
 
 
 @pytest.mark.parametrize("scale", ["smoke", "paper"])  # in this process, in workers
 def test_failures_with_the_same_cause_are_reported_once(tmp_path, monkeypatch, capsys, scale):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     valid = runs(tmp_path, f"scale={scale}", seeds=[0])
     invalid = runs(tmp_path, f"scale={scale}", "optimizer.n=2", "optimizer.m=3", seeds=range(5))
     with pytest.raises(ConfigError, match=r"figure 1: 5 of 6 runs failed, see above"):
@@ -81,7 +80,7 @@ def test_failures_with_the_same_cause_are_reported_once(tmp_path, monkeypatch, c
 
 
 def test_a_run_that_kills_its_worker_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     (lethal,) = runs(tmp_path, "optimizer._target_=tests.experiments.killing.Lethal", seeds=[0])
     others = runs(tmp_path, seeds=[1, 2, 3])
     with pytest.raises(ConfigError, match="1 of 4 runs failed"):

@@ -8,7 +8,16 @@ import pytest
 
 from experiments import progress as shown
 from experiments.config.paths import ROOT
-from experiments.progress import LogFile, Output, Progress, Snapshot, duration
+from experiments.progress import (
+    LogFile,
+    Output,
+    Progress,
+    Snapshot,
+    aligned,
+    count_of,
+    duration,
+    first_lines,
+)
 from tests.experiments.command_line import run_py
 from tests.experiments.terminal import Screen, in_terminal
 
@@ -130,6 +139,22 @@ def test_lines_fit_the_terminal(monkeypatch):
     shown.Terminal().draw(["x" * 50] * 50)
     assert written[0].count("\n") == 4 and max(map(len, written[0].split("x\n"))) < 30
     assert "x" * 19 in written[0] and "x" * 20 not in written[0]
+
+
+def test_counts_have_a_plural():
+    assert [count_of(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
+
+
+def test_columns_have_equal_width():
+    rows = [["", "a", "long"], ["first", "22", ""]]
+    assert aligned(rows) == ["        a  long", "first  22"]
+    assert aligned(rows, str.ljust) == ["       a   long", "first  22"]
+    assert aligned([]) == []
+
+
+def test_only_the_first_of_many_items_are_listed():
+    assert first_lines("abc", str.upper) == ["    A", "    B", "    C"]
+    assert first_lines("abcde", str.upper)[2:] == ["    C", "    … and 2 more"]
 
 
 # Command lines

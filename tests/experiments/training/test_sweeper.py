@@ -25,6 +25,7 @@ from experiments.records.status import Status
 from experiments.training.execute import no_tags
 from experiments.training.pool import attempt
 from experiments.training.scheduler import UnfinishedRunError
+from hydra_plugins import listed_sweeper
 from hydra_plugins.listed_sweeper import ListedSweeper
 
 
@@ -86,7 +87,7 @@ def test_finished_runs_are_not_launched_again(sweep, capsys):
     launcher = Launcher()
     sweep(launcher, "seed=0,1,2")
     assert launcher.batches == [["2"]]
-    assert "sweep: 1 runs to train at smoke scale" in (out := capsys.readouterr().out)
+    assert "sweep: 1 run to train at smoke scale" in (out := capsys.readouterr().out)
     assert "2 already finished" in out
     sweep(launcher, "seed=0,1,2")
     assert len(launcher.batches) == 1
@@ -148,6 +149,22 @@ def test_a_job_has_the_mode_and_the_engine_of_its_sweep(tmp_path, monkeypatch):
     sweeper.setup(hydra_context=None, task_function=None, config=config)
     sweeper.sweep(["experiment=mnist_lr", "seed=0", "engine=joblib", f"results={tmp_path}"])
     assert seen[0][-2:] == ["hydra.mode=MULTIRUN", "engine=joblib"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "settings", "at_once"),
+    [("joblib", {"n_jobs": 3}, 3), ("joblib", {"n_jobs": -1}, None), ("basic", {}, 1),
+     ("submitit_slurm", {"array_parallelism": 64}, 64), ("ray", {}, None)],
+)  # fmt: skip
+def test_a_forecast_uses_the_limit_of_the_launcher(monkeypatch, launcher, settings, at_once):
+    monkeypatch.setattr(Plugins, "instantiate_launcher", lambda *_, **about: None)
+    monkeypatch.setattr(listed_sweeper, "ask_squeue_without_accounting", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    choices = {"hydra/launcher": launcher, "engine": None}
+    hydra = {"runtime": {"choices": choices}, "launcher": settings}
+    sweeper = ListedSweeper({}, [])
+    sweeper.setup(hydra_context=None, task_function=None, config=OmegaConf.create({"hydra": hydra}))
+    assert sweeper.at_once == at_once
 
 
 def test_an_invalid_setting_stops_a_sweep_before_anything_is_trained(sweep):

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
+from experiments.config import gpus
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT
 from experiments.progress import LogFile, Snapshot, Terminal
 from experiments.records.files import locked
+from experiments.records.record import PROGRESS
 from experiments.records.run import Run
 from experiments.records.status import Status
-from experiments.training import device
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all
 from experiments.training.watch import (
-    PROGRESS,
     RunProgress,
     Watch,
     labels,
@@ -82,6 +82,8 @@ def test_a_run_notes_how_far_it_is(tmp_path):
         assert list(state.values) == ["classifier/loss", "validation_accuracy"]
         (run.folder / PROGRESS).write_text("")  # half written
         assert read_snapshot(run.folder) is None
+    assert (run.folder / PROGRESS).exists()  # it was not the last step
+    progress.remove()
     assert not (run.folder / PROGRESS).exists()
 
 
@@ -146,7 +148,7 @@ def runs_in_workers(folder, seeds, *words):
 
 @pytest.mark.slow
 def test_several_workers_and_a_killed_one(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     killed = runs_in_workers(tmp_path, [0], "optimizer._target_=tests.experiments.killing.Lethal")
     others = runs_in_workers(tmp_path, [1, 2])
     with pytest.raises(ConfigError, match="1 of 3 runs failed"):

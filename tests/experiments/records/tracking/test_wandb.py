@@ -14,6 +14,7 @@ import wandb
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record as Message
 
+from experiments.config import gpus
 from experiments.config.compose import compose
 from experiments.config.errors import ConfigError
 from experiments.products.specs import figures_using
@@ -23,7 +24,6 @@ from experiments.records.status import Status
 from experiments.records.tracking import publish_figure
 from experiments.records.tracking import wandb as tracker
 from experiments.records.tracking.wandb import answers, decide_mode, logged_in
-from experiments.training import device
 from experiments.training.execute import execute
 from experiments.training.pool import execute_all
 from experiments.training.scheduler import train_all
@@ -233,7 +233,7 @@ def test_the_wait_for_a_silent_server_is_short(server, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_do_not_ask_the_server_again(tmp_path, closed, capfd, monkeypatch):
-    monkeypatch.setattr(device, "ALL_THREADS", 2)
+    monkeypatch.setattr(gpus, "cores", lambda: 2)
     words = ["experiment=mnist_lr", "scale=paper", "steps=10", "log_every=5"]
     words += ["data._target_=experiments.data.mnist.generate_digits"]
     execute_all([request(tmp_path, *words, f"seed={seed}") for seed in range(3)], "three runs")
