@@ -34,6 +34,7 @@ from experiments.products.schema import CurvesPanel, Spec
 from experiments.products.specs import everything, load_spec, spec_path
 from experiments.products.style import label_of, looks_of
 from experiments.records import index
+from experiments.records.estimate import rough_duration
 from experiments.records.files import write_text
 
 VERDICTS = tuple(reversed(WORST_FIRST))  # holds first
@@ -131,7 +132,7 @@ class Product:
     def time(self) -> str:
         """The training time from the index, else from the first line of its file in conf/."""
         if self.seconds is not None:
-            return f"{duration(self.seconds)} of training"
+            return f"{rough_duration(self.seconds)} of training"
         head = spec_path(self.kind, self.number).read_text().splitlines()[0]
         match = re.search(r"\((?:\w+ scale[;:,] )?(.*)\)", head)
         return match[1] if match else ""
@@ -223,13 +224,6 @@ def tally(claims: Iterable[CsvRow]) -> str:
     return ", ".join(
         f"{counts[v]} {words.get(v, (v, v))[counts[v] > 1]}" for v in VERDICTS if counts[v]
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration such as 45 s, 12 min or 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 # -- results/published/README.md ---------------------------------------------------------------
