@@ -18,7 +18,6 @@ from experiments.products.report import (
     Place,
     answer,
     curve_points,
-    duration,
     headline,
     load_products,
     main_claims,
@@ -102,10 +101,9 @@ def test_a_curve_is_thinned_and_keeps_its_last_point():
     assert thin["crosses"] == [(997, 2.0), (997, 3.0)]
 
 
-def test_tally_and_duration():
+def test_tally():
     rows = [{"verdict": v} for v in ("holds", "fails", "holds", "inconclusive")]
     assert tally(rows) == "2 hold, 1 inconclusive, 1 fails"
-    assert [duration(s) for s in (7.2, 600, 9000)] == ["7 s", "10 min", "2.5 h"]
 
 
 def verdict(name, scale="paper"):
