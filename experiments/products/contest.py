@@ -162,19 +162,19 @@ def totals(found: Sequence[Duel]) -> pd.DataFrame:
 def profile(contest: Contest, rates: str, groups: Groups) -> dict[str, Values]:
     """Contender → the share of runs whose gap to the best contender is at most GAPS margins.
 
-    Every problem has the same weight; only problems that all contenders have finished count.
+    Every problem has the same weight. The contenders are those that have finished all problems
+    that the subject and its main rival have finished.
     """
-    asked = [x for task in contest.tasks for x in getattr(task, rates)]
-    everywhere = [x for x, count in Counter(asked).items() if count == len(contest.tasks)]
-    shares: dict[str, list[Values]] = {contender: [] for contender in everywhere}
-    for task in contest.tasks:
-        found = scores(task, rates, groups)
-        if shares and shares.keys() <= found.keys():
-            top = max(center(found[x]) for x in shares)
-            for contender, share in shares.items():
-                gap = (top - found[contender]) / task.margin
-                share.append((gap[:, None] <= GAPS).mean(0))
-    return {x: np.mean(share, axis=0) for x, share in shares.items() if share}
+    found = [(task, scores(task, rates, groups)) for task in contest.tasks]
+    found = [(task, x) for task, x in found if {contest.subject, contest.rival} <= x.keys()]
+    contenders = [x for x in found[0][1] if all(x in each for _, each in found)] if found else []
+    shares: dict[str, list[Values]] = {contender: [] for contender in contenders}
+    for task, each in found:
+        top = max(center(each[x]) for x in contenders)
+        for contender, share in shares.items():
+            gap = (top - each[contender]) / task.margin
+            share.append((gap[:, None] <= GAPS).mean(0))
+    return {x: np.mean(share, axis=0) for x, share in shares.items()}
 
 
 # -- the files ---------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def contest_page(
             parts.append(f"## {subject} and {rival}, {words}")
             parts.append(markdown_table(pd.DataFrame(task_cells(rows, contest))))
     if missing := not_finished(contest, found):
-        parts.append("Not trained yet: " + "; ".join(missing) + ".")
+        parts.append(f"Not trained yet: {'; '.join(missing)}.")
     if len(costs):
         parts += ["## Memory and time", OF_COSTS, markdown_table(pd.DataFrame(cost_cells(costs)))]
     return "\n\n".join(parts) + "\n"
@@ -258,8 +258,8 @@ def total_cells(table: pd.DataFrame, subject: str) -> Iterator[dict[str, str]]:
     for _, row in table.iterrows():
         yield {
             "rates": RATES[row["rates"]],
-            f"probability that {subject} beats": row["rival"],
-            "": f"{row['probability']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
+            f"{subject} against": row["rival"],
+            "probability": f"{row['probability']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             **{x: str(row[x]) for x in ("problems", "better", "alike", "worse", "open")},
         }
 
@@ -281,14 +281,13 @@ def task_cells(rows: Sequence[Duel], contest: Contest) -> Iterator[dict[str, str
 
 
 def not_finished(contest: Contest, found: Sequence[Duel]) -> list[str]:
-    """Problem and rates of the duels with the main rival that are missing."""
+    """For each rates, the problems without a duel with the main rival."""
     done = {(duel.task.label, duel.rates) for duel in found if duel.rival == contest.rival}
-    return [
-        f"{task.label} ({words})"
+    missing = {
+        words: [task.label for task in contest.tasks if (task.label, rates) not in done]
         for rates, words in RATES.items()
-        for task in contest.tasks
-        if (task.label, rates) not in done
-    ]
+    }
+    return [f"with {words} {', '.join(labels)}" for words, labels in missing.items() if labels]
 
 
 def cost_cells(costs: pd.DataFrame) -> Iterator[dict[str, str]]:
@@ -325,10 +324,10 @@ def draw(
     for ax, rates, letter in zip(profiles, RATES, "cd", strict=True):
         draw_profile(ax, contest, rates, groups)
         title(ax, f"({letter}) runs close to the best, {RATES[rates]}")
-    draw_bars(memory, costs["label"], 0 * costs["state_bytes"], costs["state_bytes"])
+    draw_bars(memory, costs["label"], costs["state_bytes"], costs["state_bytes"])
     title(memory, "(e) memory: bytes of state per parameter")
     draw_bars(time, costs["label"], costs["low"], costs["high"])
-    title(time, "(f) time of a step over Adam's: range of three networks")
+    title(time, "(f) time of a step over Adam's")
     time.axvline(1, color="0.6", lw=1)
     finish(figure, spec, finished(groups))
     save_figure(figure, stem)
@@ -373,5 +372,6 @@ def draw_profile(ax: Axes, contest: Contest, rates: str, groups: Groups) -> None
 
 
 def draw_bars(ax: Axes, names: pd.Series, low: pd.Series, high: pd.Series) -> None:
-    ax.barh(range(len(names)), high - low, left=low, color="0.55", height=0.6)
+    """A bar for each name, and the range if there is one."""
+    ax.barh(range(len(names)), (low + high) / 2, xerr=(high - low) / 2, color="0.7", height=0.6)
     name_lines(ax, [*names])

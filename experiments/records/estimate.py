@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from experiments.config.errors import ConfigError
@@ -98,9 +97,19 @@ def guess(run: Run) -> tuple[float, set[str]] | None:
     """Return the seconds of a run, and what they are estimated from."""
     if alike := similar(run):
         sources = {"your runs" if timing.own else "published runs" for timing in alike}
-        return median(timing.seconds_here(run) for timing in alike), sources
+        return usual(alike, run), sources
     model = modelled(run)
     return None if model is None else (model, {"counted operations"})
+
+
+def usual(timings: Sequence[Timing], run: Run) -> float:
+    """Return the median of different settings, and the first quartile of the seeds of one setting.
+
+    Other work on a machine makes runs slower, and never faster.
+    """
+    ordered = sorted(timing.seconds_here(run) for timing in timings)
+    is_one_setting = len({timing.setting for timing in timings}) == 1
+    return ordered[len(ordered) // (4 if is_one_setting else 2)]
 
 
 def fraction_left(run: Run) -> float:
@@ -156,7 +165,7 @@ def correction(run: Run, rates: Rates) -> float:
     for other in other_scales(run):
         alike, cost = similar(other), known_costs().of(other.config)
         if alike and cost is not None:
-            return median(t.seconds_here(other) for t in alike) / rates.seconds(cost.work)
+            return usual(alike, other) / rates.seconds(cost.work)
     return 1.0
 
 

@@ -122,7 +122,7 @@ def test_page_and_figure_are_written(spec, groups, tmp_path):
     assert "# Table S5. AdaShift or Adam?" in page and "smoke scale; 2 seeds." in page
     assert "| accuracy | test_accuracy, higher is better |" in page
     assert "| loss | classifier/loss, lower is better |" in page
-    assert "Not trained yet: accuracy (the best learning rates); loss" in page
+    assert "Not trained yet: with the best learning rates accuracy, loss." in page
     table = pd.read_csv(tmp_path / "t.csv")
     assert list(table["problem"]) == ["accuracy", "loss"] and set(table["rival"]) == {"Adam"}
     assert (tmp_path / "p.png").stat().st_size > 10_000 and (tmp_path / "p.pdf").exists()

@@ -88,6 +88,12 @@ def test_the_same_setting_is_preferred_then_the_same_optimizer(run):
     assert seconds(run("optimizer=amsgrad")) == 20  # the median of all
 
 
+def test_seeds_that_were_trained_on_a_busy_machine_hardly_count(run):
+    for seed, time in enumerate((10, 11, 35, 60)):
+        finish(run(f"seed={seed}"), time)
+    assert seconds(run("seed=9")) == 11
+
+
 def test_a_shorter_run_takes_a_part_of_the_time(run):
     finish(run(), 100)
     assert seconds(run("steps=5730", "seed=1")) == pytest.approx(10)
