@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from experiments.products.claims import about_metric, effect_of, side, verdict_of, with_interval
-from experiments.products.figures import RunGroup, finish, save_figure, scale_of, shaded
+from experiments.products.figures import (
+    RunGroup,
+    finish,
+    panel_grid,
+    save_figure,
+    scale_of,
+    shaded,
+)
 from experiments.products.inference import (
     Bounds,
     Values,
@@ -311,9 +317,7 @@ def draw(
     costs: pd.DataFrame,
     stem: Path,
 ) -> None:
-    figure, ((by_task, by_rival, memory), (*profiles, time)) = plt.subplots(
-        2, 3, figsize=(14, 7.4), layout="constrained"
-    )
+    figure, ((by_task, by_rival, memory), (*profiles, time)) = panel_grid(2, 3)
     subject = contest.subject
     main = [duel for duel in found if duel.rival == contest.rival]
     draw_chances(by_task, [(d.task.label, d.rates, d.probability, *d.bounds) for d in main])

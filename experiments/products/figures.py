@@ -84,9 +84,7 @@ def draw_figure(
     """Write stem.png, stem.pdf and stem.csv; return whether one of them is new or has changed."""
     columns = len(spec.panels) if len(spec.panels) < 4 else 2
     rows = -(-len(spec.panels) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.7 * columns, 3.7 * rows), squeeze=False, layout="constrained"
-    )
+    figure, axes = panel_grid(rows, columns)
     numbers = []
     for ax, panel in zip(axes.flat, spec.panels, strict=False):
         data = draw_panel(ax, panel, groups, (functions or FUNCTIONS)[panel.draw])
@@ -98,6 +96,12 @@ def draw_figure(
     table = pd.concat(numbers).to_csv(index=False, float_format="%.10g")
     is_new = write_if_changed(stem.with_suffix(".csv"), table.encode())
     return save_figure(figure, stem) or is_new
+
+
+def panel_grid(rows: int, columns: int) -> tuple[Figure, Any]:
+    """An empty figure and its panels."""
+    size = (4.7 * columns, 3.7 * rows)
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
 
 
 def save_figure(figure: Figure, stem: Path) -> bool:
