@@ -303,6 +303,12 @@ class Contest(SpecPart):
                     )
         return self
 
+    def drop(self, run: str) -> None:
+        for task in self.tasks:
+            for runs in (task.paper, task.best):
+                for contender in [x for x, name in runs.items() if name == run]:
+                    del runs[contender]
+
     def borrowed(self) -> set[str]:
         """The runs of other specs."""
         return {name for task in self.tasks for name in task.runs() if "/" in name}

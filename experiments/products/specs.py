@@ -110,10 +110,17 @@ def parse_spec(path: Path, changed: int) -> Spec:
 
 
 def with_borrowed_runs(spec: Spec) -> Spec:
-    """The spec with the runs of other specs that its contest names: figure-04/adam."""
-    for name in sorted(spec.contest.borrowed()) if spec.contest else ():
+    """The spec with the runs of other specs that its contest names: figure-04/adam.
+
+    The best run of a search that is not finished is left out.
+    """
+    contest = spec.contest
+    for name in sorted(contest.borrowed()) if contest else ():
         product, _, run = name.partition("/")
         lender = load_spec(*product.split("-"))
+        if contest and run in lender.awaited:
+            contest.drop(name)
+            continue
         check_name("contest", f"runs of {product}", run, lender.runs)
         if lender.seeds_of(run) != spec.seeds_of(name):
             raise ConfigError(f"contest names {name}, which has other seeds: use the same")

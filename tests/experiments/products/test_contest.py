@@ -35,6 +35,15 @@ contest:
       margin: 0.01
       paper: {AdaShift: figure-02/adashift, Adam: figure-02/adam}
 """
+SEARCH = """
+title: Table 5. A search
+seeds: 2
+base: [experiment=mnist_lr]
+search:
+  adam:     {label: Adam, paper: [optimizer=adam], sweeps: [lr_1e-4_to_1e-2]}
+  adashift: {label: AdaShift, paper: [optimizer=adashift], best: [], sweeps: [lr_1e-3_to_1e-1]}
+rule: {seeds: 1, metric: test_accuracy, best: highest, settings: [lr], along: lr}
+"""
 
 
 @pytest.fixture
@@ -72,6 +81,16 @@ def test_a_borrowed_run_must_exist_and_have_the_same_seeds(spec, tmp_path):
     path.write_text(TABLE.replace("seeds: 2", "seeds: 3"))
     with pytest.raises(ConfigError, match="figure-02/adam, which has other seeds: use the same"):
         load_spec("table", "s5")
+
+
+def test_the_best_run_of_an_unfinished_search_is_left_out(spec, tmp_path):
+    (tmp_path / "conf/table/05.yaml").write_text(SEARCH)
+    more = "      best: {AdaShift: table-05/adashift best, Adam: table-05/adam best}\n"
+    path = tmp_path / "conf/table/s5.yaml"
+    path.write_text(TABLE.replace("    - label: loss", more + "    - label: loss"))
+    spec = load_spec("table", "s5")
+    assert spec.contest.tasks[0].best == {"AdaShift": "table-05/adashift best"}
+    assert "table-05/adam best" not in spec.runs and "table-05/adashift best" in spec.runs
 
 
 def test_lower_is_better_for_a_loss(spec, groups):
