@@ -373,6 +373,8 @@ def draw_profile(ax: Axes, contest: Contest, rates: str, groups: Groups) -> None
     ax.set(ylim=(-0.02, 1.02), ylabel="share of runs")
     if shares:
         ax.legend(loc="lower right", fontsize=8)
+    else:
+        ax.text(0.5, 0.5, "not trained yet", transform=ax.transAxes, ha="center", color="0.35")
 
 
 def draw_bars(ax: Axes, names: pd.Series, low: pd.Series, high: pd.Series) -> None:
