@@ -342,20 +342,23 @@ def is_judged(claims: Iterable[CsvRow]) -> bool:
 
 
 def answer(claims: Sequence[CsvRow]) -> str:
-    """What the headline does not say: how many claims do not hold, and at which scale."""
+    """What the headline does not say: how many claims do not hold, at which scale, which rule."""
     if not is_judged(claims):
         return "Run make figure-1 to train, draw and judge the first figure."
     counts = Counter(row["verdict"] for row in claims)
     parts = [f"{counts[v]} {verb[counts[v] > 1]}" for v, verb in VERBS.items() if counts[v]]
-    open_claims = [row for row in claims if row["verdict"] in ("fails", "inconclusive")]
-    small = Counter(scale for row in open_claims if (scale := reduced_scale(row)))
+    judged = [row for row in claims if row["verdict"] != "not run"]
+    small = Counter(scale for row in judged if (scale := reduced_scale(row)))
+    earlier = sum(bool(row["earlier"]) for row in judged)
     notes = [f"{', '.join(parts)}."] if parts else []
     if small:
         size = "small networks and little data" if "laptop" in small else "smaller networks"
         notes.append(
-            f"{small.total()} of the {len(open_claims)} that do not hold were tested at "
-            f"{' or '.join(sorted(small))} scale, with {size}, and may hold at paper scale."
+            f"{small.total()} of the {len(judged)} verdicts are for "
+            f"{' or '.join(sorted(small))} scale, with {size}; they may differ at paper scale."
         )
+    if earlier:
+        notes.append(f"†: {earlier} are by an earlier rule; their new runs are not published yet.")
     return " ".join(notes)
 
 
@@ -394,12 +397,10 @@ def distinct(rows: Iterable[CsvRow], column: str) -> str:
 
 def panels_of(product: Product) -> list[dict[str, Any]]:
     """Return the panels of a figure that have curves; others, such as heat maps, stay images."""
-    if product.picture is None or product.spec.search:
+    curves = [panel for panel in product.spec.panels if isinstance(panel, CurvesPanel)]
+    if product.picture is None or not curves:
         return []
     table = pd.read_csv(product.picture.with_suffix(".csv"))
-    if "curve" not in table:
-        return []
-    curves = [panel for panel in product.spec.panels if isinstance(panel, CurvesPanel)]
     return [panel_of(product.spec, panel, table) for panel in curves]
 
 

@@ -106,20 +106,21 @@ def test_tally():
     assert tally(rows) == "2 hold, 1 inconclusive, 1 fails"
 
 
-def verdict(name, scale="paper"):
-    return {"verdict": name, "scale": scale}
+def verdict(name, scale="paper", earlier=""):
+    return {"verdict": name, "scale": scale, "earlier": earlier}
 
 
 def test_the_headline_and_the_answer_count_the_verdicts():
     claims = [verdict("holds"), verdict("fails"), verdict("inconclusive", "laptop")]
     assert headline(claims) == "1 of 3 claims holds"
     assert answer(claims) == (
-        "1 fails, 1 is inconclusive. 1 of the 2 that do not hold were tested at laptop scale, with "
-        "small networks and little data, and may hold at paper scale."
+        "1 fails, 1 is inconclusive. 1 of the 3 verdicts are for laptop scale, with small networks "
+        "and little data; they may differ at paper scale."
     )
+    assert answer([verdict("holds", earlier="yes")]).startswith("†: 1 are by an earlier rule;")
     both = [verdict("fails", "desktop"), verdict("fails", "laptop and paper")]
-    assert "2 of the 2 that do not hold were tested at desktop or laptop scale" in answer(both)
-    assert "at desktop scale, with smaller networks, and may hold" in answer(both[:1])
+    assert "2 of the 2 verdicts are for desktop or laptop scale" in answer(both)
+    assert "for desktop scale, with smaller networks; they may differ" in answer(both[:1])
     assert headline([verdict("holds")] * 2) == "2 of 2 claims hold"
     assert answer([verdict("holds")]) == ""
     assert answer([verdict("holds"), verdict("not run")]) == "1 has not been run."
