@@ -6,6 +6,8 @@ import torch
 from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.data import files, mnist
+from experiments.products.claims import values
+from experiments.products.specs import load_spec
 from experiments.training.execute import make_optimizers
 
 pytestmark = pytest.mark.skipif(
@@ -56,3 +58,11 @@ def test_neither_adam_nor_a_larger_eps_nor_max_has_them():
     assert all(size < bound for size, *_ in first_steps("adam", 60))
     assert all(size < 1 for size, *_ in first_steps("non_adashift", 60, "optimizer.eps=0.01"))
     assert all(size < 1 for size, *_ in first_steps("adashift", 60))
+
+
+def test_non_adashift_also_explodes_in_some_seeds_of_logistic_regression():
+    """The sentence of docs/surprises.md, from the published records."""
+    runs = load_spec("figure", "02").expand(["records=published"])["non_adashift"]
+    ends = sorted(values(runs, "classifier/loss", "tail_mean"))
+    assert len(ends) == 10 and all(0.24 < end < 0.6 for end in ends[:7])
+    assert all(end > 2 for end in ends[7:])
