@@ -71,7 +71,7 @@ def rows_of_measurement(run: Run, table: pd.DataFrame, names: list[str]) -> list
 def places(run: Run) -> list[str]:
     """Return how the run compares with the published one, where its record is, how to draw it."""
     agreement = compare(run)
-    lines = [f"published run  {agreement}"] if agreement else []
+    lines = [f"published run  {agreement}"] if agreement else published_seeds(run)
     if isinstance(run.source, Published):
         record = archive.path_of(run.config.published, run.config.experiment)
         request = [*run.words(), "records=published"]
@@ -79,6 +79,18 @@ def places(run: Run) -> list[str]:
         record, request = run.folder, [shown_path(run.folder)]
     command = shlex.join(["python", "-m", "experiments", "show", *request])
     return [*lines, f"record         {shown_path(record)}", f"curves         {command}"]
+
+
+def published_seeds(run: Run) -> list[str]:
+    """Return the last value of the main metric of other seeds, if this seed is not published."""
+    if isinstance(run.source, Published) or not run.done or not run.config.metrics:
+        return []
+    name = run.config.metrics[0]
+    tables = [seed.metrics for seed in archive.seeds_of(run.published_runs, run.setting)]
+    ends = pd.Series([last_value(table, name) for table in tables if name in table])
+    if len(ends) < 2:
+        return []
+    return [f"published      {name} {ends.mean():.4g} ± {ends.std():.2g} ({len(ends)} other seeds)"]
 
 
 def is_measurement(run: Run) -> bool:

@@ -10,6 +10,7 @@ from experiments.records.metrics import best_row, direction, last_value, shown_n
 from experiments.records.record import Record
 from experiments.records.run import Run
 from experiments.records.status import Status
+from experiments.training.execute import execute
 from experiments.training.run_summary import run_summary
 from tests.experiments.command_line import run_py
 from tests.experiments.killing import run_of
@@ -74,6 +75,18 @@ def test_a_published_run(tmp_path):
     lines = run_summary(run).splitlines()
     assert ": finished, 10,000,000 steps in" in lines[0] and lines[-2].endswith(".csv.xz")
     assert lines[-1].endswith(" scale=paper seed=10 records=published")
+
+
+def test_a_seed_that_is_not_published_is_shown_next_to_those_that_are(tmp_path):
+    run = Run(compose(["optimizer=adashift", "seed=0", "tracking=off", f"results={tmp_path}"]))
+    execute(run)
+    published = [
+        Run(compose(["optimizer=adashift", f"seed={s}", "records=published"]))
+        for s in range(10, 40)
+    ]
+    ends = pd.Series([r.metrics()["theta"].iloc[-1] for r in published])
+    expected = f"published      theta {ends.mean():.4g} ± {ends.std():.2g} (30 other seeds)"
+    assert expected in run_summary(run).splitlines()
 
 
 def test_a_finished_run_prints_the_same_summary_again(tmp_path, capsys):
