@@ -45,6 +45,8 @@ MARKS: dict[str, dict[str, Any]] = {
     "paper": {"marker": "o", "mfc": "white", "color": "0.35"},
     "best": {"marker": "o", "color": "black"},
 }
+CHANCES = ("rates", "rival", "probability", "low", "high")
+OUTCOMES = ("better", "alike", "worse", "open")
 GAPS = np.geomspace(0.3, 300, 200)  # in margins
 MEASURED = {  # contender in bench-optimizer.csv → label
     "Adam fused": "Adam",
@@ -129,7 +131,7 @@ def direction(metric: str) -> float:
 def scores(task: ContestTask, rates: str, groups: Groups) -> dict[str, Values]:
     """Contender → a number per seed, higher is better; only those whose runs are finished."""
     names: Mapping[str, str] = getattr(task, rates)
-    done = {x: name for x, name in names.items() if name in finished(groups)}
+    done = {x: name for x, name in names.items() if all(run.done for run in groups[name])}
     sign = direction(task.metric)
     return {
         contender: sign * side(name, groups, task.metric, task.statistic)[0]
@@ -158,11 +160,9 @@ def totals(found: Sequence[Duel]) -> pd.DataFrame:
                     [duel.probability for duel in mine], [duel.bounds for duel in mine]
                 )
                 words = Counter(duel.outcome for duel in mine)
-                counts = {x: words[x] for x in ("better", "alike", "worse", "open")}
-                about = {"rates": rates, "rival": rival, "problems": len(mine)}
-                chances = {"probability": middle, "low": low, "high": high}
-                rows.append(about | counts | chances)
-    return pd.DataFrame(rows)
+                counts = [words[outcome] for outcome in OUTCOMES]
+                rows.append([rates, rival, middle, low, high, len(mine), *counts])
+    return pd.DataFrame(rows, columns=[*CHANCES, "problems", *OUTCOMES])
 
 
 def profile(contest: Contest, rates: str, groups: Groups) -> dict[str, Values]:
@@ -266,7 +266,7 @@ def total_cells(table: pd.DataFrame, subject: str) -> Iterator[dict[str, str]]:
             "rates": RATES[row["rates"]],
             f"{subject} against": row["rival"],
             "probability": f"{row['probability']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
-            **{x: str(row[x]) for x in ("problems", "better", "alike", "worse", "open")},
+            **{x: str(row[x]) for x in ("problems", *OUTCOMES)},
         }
 
 
@@ -320,10 +320,9 @@ def draw(
     figure, ((by_task, by_rival, memory), (*profiles, time)) = panel_grid(2, 3)
     subject = contest.subject
     main = [duel for duel in found if duel.rival == contest.rival]
-    draw_chances(by_task, [(d.task.label, d.rates, d.probability, *d.bounds) for d in main])
+    draw_chances(by_task, [(d.rates, d.task.label, d.probability, *d.bounds) for d in main])
     title(by_task, f"(a) probability that {subject} beats {contest.rival}")
-    columns = ["rival", "rates", "probability", "low", "high"]
-    draw_chances(by_rival, totals(found)[columns].to_numpy().tolist())
+    draw_chances(by_rival, totals(found)[[*CHANCES]].to_numpy().tolist())
     title(by_rival, f"(b) that {subject} beats others, mean over the problems")
     for ax, rates, letter in zip(profiles, RATES, "cd", strict=True):
         draw_profile(ax, contest, rates, groups)
@@ -342,12 +341,12 @@ def title(ax: Axes, text: str) -> None:
 
 
 def draw_chances(ax: Axes, rows: Sequence[Sequence[Any]]) -> None:
-    """A line for each name, a point for each rates; a row: name, rates, middle, low, high."""
-    names = [*dict.fromkeys(row[0] for row in rows)]
+    """A line for each name, a point for each rates; a row: rates, name, middle, low, high."""
+    names = [*dict.fromkeys(row[1] for row in rows)]
     offsets = dict(zip(RATES, (-0.13, 0.13), strict=True))
     for rates, mark in MARKS.items():
-        chosen = [row for row in rows if row[1] == rates]
-        y = [names.index(row[0]) + offsets[rates] for row in chosen]
+        chosen = [row for row in rows if row[0] == rates]
+        y = [names.index(row[1]) + offsets[rates] for row in chosen]
         x, low, high = np.array([row[2:] for row in chosen], float).reshape(-1, 3).T
         look: dict[str, Any] = {"linestyle": "", "capsize": 2, "label": RATES[rates]}
         ax.errorbar(x, y, xerr=[x - low, high - x], **look, **mark)

@@ -147,6 +147,12 @@ def test_page_and_figure_are_written(spec, groups, tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 10_000 and (tmp_path / "p.pdf").exists()
 
 
+def test_a_page_without_results_is_written_too(spec, tmp_path):
+    groups = spec.expand([f"results={tmp_path}", "scale=smoke", "tracking=off"])
+    write_contest(spec, spec.contest, groups, tmp_path / "t", tmp_path / "p")
+    assert "Not trained yet: with the paper's learning rates acc" in (tmp_path / "t.md").read_text()
+
+
 def test_costs_are_those_of_the_published_measurement():
     costs = contest.read_costs(ROOT / "results/published/benchmarks/bench-optimizer.csv")
     assert list(costs["label"]) == list(contest.MEASURED.values())
