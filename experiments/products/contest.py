@@ -253,8 +253,7 @@ def contest_page(
         if rows:
             parts.append(f"## {subject} and {rival}, {words}")
             parts.append(markdown_table(pd.DataFrame(task_cells(rows, contest))))
-    if missing := not_finished(contest, found):
-        parts.append(f"Not trained yet: {'; '.join(missing)}.")
+    parts += not_finished(contest, found)
     if len(costs):
         parts += ["## Memory and time", OF_COSTS, markdown_table(pd.DataFrame(cost_cells(costs)))]
     return "\n\n".join(parts) + "\n"
@@ -293,7 +292,9 @@ def not_finished(contest: Contest, found: Sequence[Duel]) -> list[str]:
         words: [task.label for task in contest.tasks if (task.label, rates) not in done]
         for rates, words in RATES.items()
     }
-    return [f"with {words} {', '.join(labels)}" for words, labels in missing.items() if labels]
+    return [
+        f"Not trained yet with {x}: {'; '.join(names)}." for x, names in missing.items() if names
+    ]
 
 
 def cost_cells(costs: pd.DataFrame) -> Iterator[dict[str, str]]:
@@ -364,7 +365,7 @@ def name_lines(ax: Axes, names: Sequence[str]) -> None:
 
 def draw_profile(ax: Axes, contest: Contest, rates: str, groups: Groups) -> None:
     shares = profile(contest, rates, groups)
-    names: Mapping[str, str] = getattr(contest.tasks[-1], rates)
+    names = {x: name for task in contest.tasks for x, name in getattr(task, rates).items()}
     for member in shaded([RunGroup(x, x, groups[names[x]]) for x in shares]):
         ax.plot(GAPS, shares[member.name], label=member.label, lw=1.6, **member.style)
     ax.axvline(1, color="0.6", lw=1)
