@@ -121,7 +121,7 @@ def fraction_left(run: Run) -> float:
 def steps_done(run: Run) -> tuple[int, int | None]:
     """Return how many steps an unfinished run has taken, and how many it has, if that is known.
 
-    run.json has no step until a run ends, and no number of steps if epochs decide it.
+    run.json has no step until a run ends, and `steps` is null if the length is given in epochs.
     """
     try:
         state = json.loads((run.folder / record.PROGRESS).read_text())
