@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from experiments.products.claims import about_metric, effect_of, side, verdict_of, with_interval
+from experiments.products.comparison import (
+    about_metric,
+    effect_of,
+    side,
+    verdict_of,
+    with_interval,
+)
 from experiments.products.figures import (
     RunGroup,
     finish,

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from experiments.products.claims import values
+from experiments.products.comparison import values
 from experiments.products.figures import RunGroup, draw_figure, scale_of, shaded
 from experiments.products.inference import interval
 from experiments.products.markdown import markdown_table

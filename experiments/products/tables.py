@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.config.errors import ConfigError
-from experiments.products.claims import values, with_interval
+from experiments.products.comparison import values, with_interval
 from experiments.products.inference import interval
 from experiments.products.markdown import markdown_table
 from experiments.products.schema import Spec, TableCell, TableRow

@@ -10,14 +10,8 @@ import pytest
 from experiments.config.errors import ConfigError
 from experiments.products import claims, summaries
 from experiments.products.checks import check_seeds
-from experiments.products.claims import (
-    Family,
-    family_of,
-    judge_part,
-    judge_spec,
-    verdict_of,
-    with_corrections,
-)
+from experiments.products.claims import Family, family_of, judge_spec, with_corrections
+from experiments.products.comparison import judge_part, verdict_of
 from experiments.products.names import RunName
 from experiments.products.schema import Claim, Comparison, Spec
 

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from experiments.products import inference
-from experiments.products.claims import compare, verdict_of
+from experiments.products.comparison import compare, verdict_of
 from experiments.products.inference import (
     ALPHA,
     POWER,

@@ -6,7 +6,7 @@ import torch
 from experiments.config.build import build
 from experiments.config.compose import compose
 from experiments.data import files, mnist
-from experiments.products.claims import values
+from experiments.products.comparison import values
 from experiments.products.specs import load_spec
 from experiments.training.execute import make_optimizers
 
