@@ -14,8 +14,9 @@ import yaml
 
 import adashift
 from experiments.products import pages
-from experiments.products.pages import filled, results
+from experiments.products.pages import filled, results, timed
 from experiments.products.report import Place, load_products
+from experiments.products.specs import spec_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/published/README.md")]
@@ -78,6 +79,21 @@ def test_a_block_keeps_its_lines_and_an_unknown_name_is_an_error():
     )
     with pytest.raises(KeyError, match="b"):
         filled(text, {"a": "one"})
+
+
+def test_specs_have_the_times_of_their_published_runs():
+    """`make publish` fills them in."""
+    for product in load_products(Place(ROOT / "results/published")):
+        text = spec_path(product.kind, product.number).read_text()
+        assert pages.TIME.search(text.splitlines()[0]), product.name
+        if product.seconds is not None and product.records == "yes":
+            assert timed(text, product.seconds) == text, product.name
+
+
+def test_a_time_is_that_of_two_runs_at_once():
+    spec = "# make figure-9     (paper scale; about {} on two cores; it shares runs)\ntitle: x"
+    assert timed(spec.format("1 hour"), 600) == spec.format("5 min")
+    assert timed("title: x", 600) == "title: x"
 
 
 def test_the_readme_has_the_learning_rates_of_the_published_searches():

@@ -1,6 +1,7 @@
-"""Fills the results into README.md and docs/reproduction.md, between comments that name them.
+"""Fills results into README.md and docs/reproduction.md, and times into the specs of conf/.
 
-<!-- figure-01 -->9 hold<!-- /figure-01 --> is replaced by the verdicts of Figure 1.
+<!-- figure-01 -->9 hold<!-- /figure-01 --> is replaced by the verdicts of Figure 1. In the first
+line of a spec, "about 2 min on two cores" is replaced by the time of its runs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,32 @@ from experiments.config.paths import ROOT
 from experiments.products.claims import reduced_scale
 from experiments.products.markdown import markdown_table
 from experiments.products.report import CsvRow, Product, tally
+from experiments.products.specs import spec_path
+from experiments.records.estimate import rough_duration
 from experiments.records.files import write_if_changed
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "reproduction.md")
 BLOCK = re.compile(r"<!-- ([\w-]+) -->(\n?).*?\n?<!-- /\1 -->", re.DOTALL)
+TIME = re.compile(r"about [^)\n]* on two cores")
 
 
 def fill_pages(products: Sequence[Product], pages: Sequence[Path] = PAGES) -> None:
     blocks = results(products)
     for page in pages:
         write_if_changed(page, filled(page.read_text(), blocks).encode())
+
+
+def fill_times(products: Sequence[Product]) -> None:
+    """Write how long the runs of each product took to its spec, if all of them are published."""
+    for product in products:
+        if product.seconds is not None and product.records == "yes":
+            path = spec_path(product.kind, product.number)
+            write_if_changed(path, timed(path.read_text(), product.seconds).encode())
+
+
+def timed(spec: str, seconds: float) -> str:
+    """The spec with the time of its runs, two at once."""
+    return TIME.sub(f"about {rough_duration(seconds / 2)} on two cores", spec, count=1)
 
 
 def filled(text: str, blocks: Mapping[str, str]) -> str:
