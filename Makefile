@@ -12,9 +12,10 @@ TESTS  ?= tests
 PY      := $(VENV)/bin/python
 READY   := $(VENV)/.installed
 NUMBERED := $(shell seq 1 24)
-OTHER   := $(filter-out _% 0% 1% 2%,$(patsubst conf/figure/%.yaml,%,$(sort $(wildcard conf/figure/*.yaml))))
-FIGURES := $(addprefix figure-,$(NUMBERED) $(OTHER))
-TABLES  := $(addprefix table-,$(shell seq 1 9) s4)
+# the specs of a kind that the paper does not number
+other    = $(filter-out _% 0% 1% 2%,$(patsubst conf/$1/%.yaml,%,$(sort $(wildcard conf/$1/*.yaml))))
+FIGURES := $(addprefix figure-,$(NUMBERED) $(call other,figure))
+TABLES  := $(addprefix table-,$(shell seq 1 9) $(call other,table))
 SWEEPS  := $(patsubst conf/sweep/%.yaml,sweep-%,$(sort $(wildcard conf/sweep/*.yaml)))
 
 MAKEFLAGS += --no-print-directory
@@ -37,15 +38,16 @@ WORDS = $(if $(EXTRA),--extra "$(EXTRA)") scale=$(SCALE) $(filter-out records=ow
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments figure $* $(WORDS)
 
-##   table-1 … table-9      write a table to results/tables/; table-s4 asks why translation goes against AdaShift
+##   table-1 … table-9      write a table to results/tables/; table-s4 asks why translation goes against AdaShift,
+##                          table-s5 whether to use AdaShift or Adam
 $(TABLES): table-%: $(READY)
 	@$(PY) -m experiments table $* $(WORDS)
 
 # any other name is an error, also with `make -n`
 figure-%: FORCE
-	$(error there is no $@: the paper has figures 1 to 24, conf/figure also has $(OTHER))
+	$(error there is no $@: the paper has figures 1 to 24, conf/figure also has $(call other,figure))
 table-%: FORCE
-	$(error there is no $@: the paper has tables 1 to 9)
+	$(error there is no $@: the paper has tables 1 to 9, conf/table also has $(call other,table))
 sweep-%: FORCE
 	$(error there is no $@: conf/sweep has $(SWEEPS:sweep-%=%))
 .DEFAULT:

@@ -13,6 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from experiments.products.report import Place, load_products
+from experiments.products.specs import everything
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = ["requirements.lock", "requirements-cluster.lock"]
@@ -111,6 +114,16 @@ def test_a_target_runs_its_command(make, tmp_path, target, arguments):
     assert make("-n", target).stdout.split() == [
         f"{tmp_path}/bin/python", "-m", "experiments", *arguments.split()
     ]  # fmt: skip
+
+
+def test_the_command_of_every_product_is_a_target(make):
+    targets = [
+        product.command.split()[1] for product in load_products(Place(ROOT / "results/published"))
+    ]
+    commands = make("-n", *targets).stdout
+    for kind, name in everything():
+        words = f"{kind} {name.lstrip('0')} " if kind != "claim" else f"experiments {name} "
+        assert words in commands
 
 
 def test_make_all_runs_figures_tables_claims_and_report_in_order(make):

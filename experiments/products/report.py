@@ -78,9 +78,7 @@ class Product:
     def command(self) -> str:
         if self.kind == "claim":
             return f"make {self.number}"
-        if re.fullmatch(r"s?\d+", self.number):  # make has a target for it
-            return f"make {self.kind}-{self.number.lstrip('0')}"
-        return f"python -m experiments {self.kind} {self.number}"
+        return f"make {self.kind}-{self.number.lstrip('0')}"
 
     @property
     def claims(self) -> list[CsvRow]:
