@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from experiments.progress import count_of
 from experiments.records.files import locked
 from experiments.training.speed import set_precision
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SECONDS_BETWEEN_TRIES = 1.0  # to find a free GPU
 
 ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allows
@@ -29,6 +31,7 @@ ALL_THREADS = torch.get_num_threads()  # the cores, or what OMP_NUM_THREADS allo
 def set_up_torch(config: Config, device: torch.device) -> bool:
     """Configure torch; return whether the run is to be bit-identical every time."""
     torch.set_num_threads(config.threads or ALL_THREADS)
+    keep_freed_memory()
     # Softmax can give denormal numbers (below 1e-38), which slow a CPU down ten times.
     torch.set_flush_denormal(True)
     same = device.type == "cpu" if config.deterministic is None else config.deterministic
@@ -41,6 +44,14 @@ def set_up_torch(config: Config, device: torch.device) -> bool:
         if same:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     return same
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory: every step needs the same tensors, and glibc would return theirs."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that it accepts
 
 
 @contextmanager
