@@ -91,7 +91,9 @@ def metrics_read(spec: Spec) -> Iterator[tuple[str, str, str]]:
             for run in part.runs():
                 yield from ((f"claims[{i}].parts[{j}]", run, name) for name in names)
     for i, task in enumerate(spec.contest.tasks if spec.contest else ()):
-        yield from ((f"contest.tasks[{i}]", run, task.metric) for run in task.runs())
+        yield from (
+            (f"contest.tasks[{i}]", run, task.metric) for run in task.runs() if run in spec.runs
+        )
     if spec.rule:
         yield from (("rule", run, metric) for run in spec.search for metric in spec.rule.metrics())
 

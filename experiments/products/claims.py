@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,10 @@ from experiments.records.files import write_if_changed
 from experiments.records.index import read_rows
 from experiments.records.run import Groups, Run
 
-WORST_FIRST = ("not run", "fails", "inconclusive", "holds")
+VERDICTS = ("holds", "inconclusive", "fails", "not run")
 COLUMNS = (
-    "id", "place", "claim", "main", "exploratory", "verdict", "numbers", "margin", "p", "p_holm",
-    "p_bh", "seeds", "seeds_needed", "scale", "why", "commit", "earlier",
+    "id", "place", "claim", "main", "ours", "exploratory", "verdict", "numbers", "margin", "p",
+    "p_holm", "p_bh", "seeds", "seeds_needed", "scale", "why", "commit", "earlier",
 )  # fmt: skip
 REDUCED_SCALES = ("laptop", "desktop")
 
@@ -74,6 +75,7 @@ def verdict_row(claim: Claim, groups: Groups) -> dict[str, str]:
         "place": claim.place,
         "claim": claim.text,
         "main": "yes" if claim.main else "",
+        "ours": "yes" if claim.ours else "",
         "exploratory": "yes" if claim.exploratory else "",
         "verdict": "not run",
         "margin": ", ".join(margins),
@@ -159,8 +161,11 @@ def write_verdicts(rows: Sequence[dict[str, str]], stem: Path, family: Family) -
 def said(row: Mapping[str, str]) -> str:
     """The verdict, marked if a larger scale may change it, and with what else to know of it."""
     small = reduced_scale(row) if row["verdict"] != "not run" else None
-    mark = " (exploratory)" * bool(row["exploratory"]) + " †" * bool(row["earlier"])
-    return row["verdict"] + (f" at {small} scale" if small else "") + mark
+    return row["verdict"] + (f" at {small} scale" if small else "") + marks(row)
+
+
+def marks(row: Mapping[str, str]) -> str:
+    return " (exploratory)" * bool(row["exploratory"]) + " †" * bool(row["earlier"])
 
 
 def reduced_scale(row: Mapping[str, str]) -> str | None:
@@ -168,23 +173,38 @@ def reduced_scale(row: Mapping[str, str]) -> str | None:
     return next((scale for scale in REDUCED_SCALES if scale in row["scale"]), None)
 
 
+def tally(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return counts such as 7 hold, 1 fails."""
+    counts = Counter(row["verdict"] for row in rows)
+    words = {"holds": ("holds", "hold"), "fails": ("fails", "fail")}
+    return ", ".join(
+        f"{counts[v]} {words.get(v, (v, v))[counts[v] > 1]}" for v in VERDICTS if counts[v]
+    )
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> str:
+    """The tally of the paper's claims, and that of our own."""
+    paper, ours = ([r for r in rows if bool(r["ours"]) == own] for own in (False, True))
+    more = f"; {len(ours)} of our own: {tally(ours)}" if ours else ""
+    return f"{len(paper)} claims of the paper: {tally(paper)}{more}"
+
+
 def claims_page(rows: Sequence[dict[str, str]]) -> str:
-    counts = [f"{v}: {sum(r['verdict'] == v for r in rows)}" for v in reversed(WORST_FIRST)]
     lines = [
         "# Which claims hold",
         "",
-        "Generated; do not edit. Each claim is judged from recorded runs: the mean difference over",
-        "the seeds, its 95 % confidence interval in brackets (none for a single exact value), and",
-        "the verdict. *holds*: all of the interval is beyond the margin, on the claimed side;",
-        "*fails*: none of it is; *inconclusive*: a part of it is. *detectable*: the distance from",
-        "the margin that would have been found in at least 80 % of such experiments. *p*: of the",
-        "verdict; *Holm*: corrected for the number of main claims; *BH*: for the number of all",
-        "claims, run or not.",
-        "*exploratory*: worded or bounded after runs had been seen. See docs/statistics.md.",
-        "†: by an earlier rule, from earlier runs of which not all have records; its new runs, on",
-        "fresh seeds, are not published yet.",
+        "Generated; do not edit. Each claim is judged from recorded runs: the mean difference",
+        "over the seeds, its 95 % confidence interval in brackets (none for a single exact",
+        "value), and the verdict. *holds*: all of the interval is on the claimed side of the",
+        "margin; *fails*: none of it is; *inconclusive*: a part of it is. *detectable*: the",
+        "distance from the margin that this part alone would have shown in at least 80 % of",
+        "such experiments. *p*: of the verdict; *Holm*: corrected for the number of main",
+        "claims; *BH*: for the number of all claims, run or not. *exploratory*: worded or",
+        "bounded after runs had been seen. *ours*: not in the paper. See docs/statistics.md.",
+        "†: by an earlier rule, from earlier runs of which not all have records; its new runs,",
+        "on fresh seeds, are not published yet.",
         "",
-        f"**{len(rows)} claims. {', '.join(counts)}.** {robust(rows)}",
+        f"**{summary(rows)}.** {robust(rows)}",
         "",
     ]
     return "\n".join([*lines, markdown_table(pd.DataFrame(map(cells, rows)))]) + "\n"
@@ -210,7 +230,7 @@ def cells(row: Mapping[str, str]) -> dict[str, str]:
     more = f" ({row['seeds_needed']} needed)" if row["seeds_needed"] else ""
     return {
         "id": row["id"],
-        "place": row["place"],
+        "place": row["place"] + " (ours)" * bool(row["ours"]),
         "claim": row["claim"] + (f" *({row['why']})*" if row["why"] else ""),
         "verdict": f"**{said(row)}**",
         "numbers": row["numbers"].replace("; ", "<br>"),

@@ -27,7 +27,8 @@ class Noise:
     """What a forecast needs: the largest noise of the pairs that are compared, and their number."""
 
     sd: float  # over the seeds; 0 if nothing varies, NaN if a run diverged
-    alpha: float  # of the strictest interval
+    alpha: float  # of the interval that must lie beyond the margin for the part to hold
+    strict: float  # of the one for it to fail
     tests: int  # one-sided ones that must all succeed for the part to hold
 
 
@@ -66,7 +67,7 @@ class PartResult:
 
     def seeds_to_fail(self, parts: int = 1) -> int:
         """The seeds with which it fails, as one of so many parts of a claim."""
-        return inference.seeds_needed(self.noise.sd, self.distance, self.noise.alpha / parts)
+        return inference.seeds_needed(self.noise.sd, self.distance, self.noise.strict / parts)
 
     def __str__(self) -> str:
         words = [with_interval(self.effect, self.low, self.high)]
@@ -124,7 +125,10 @@ def effect_of(left: Values, right: Values | float) -> float:
 
 
 def noise_of(left: Values, right: Values | float, relation: str) -> Noise:
-    """Two ranges have an interval and a standard deviation each, which are added."""
+    """Two ranges have an interval and a standard deviation each, which are added.
+
+    The lower end of a range has Bonferroni's correction; its upper end needs none.
+    """
     both = 2 if relation == "near" else 1
     if isinstance(right, float):
         pairs = [inference.pairs_of(left)]
@@ -135,8 +139,11 @@ def noise_of(left: Values, right: Values | float, relation: str) -> Noise:
     sd = nan if inference.has_diverged(left, right) else sum(max(map(sd_of, p)) for p in pairs)
     count = max(map(len, pairs))
     if len(pairs) == count == 1 and len(left) == 1:
-        return Noise(sd, ALPHA, both)
-    return Noise(sd, ALPHA / (2 * count * len(pairs)), 2 * sum(map(len, pairs)))
+        return Noise(sd, ALPHA, ALPHA, both)
+    low = ALPHA / (2 * count * len(pairs))
+    high = ALPHA if len(pairs) == 1 else low
+    ends = (low, high) if relation == "above" else (high, low)
+    return Noise(sd, *ends, 2 * sum(map(len, pairs)))
 
 
 def sd_of(numbers: Values) -> float:

@@ -137,7 +137,8 @@ def direction(metric: str) -> float:
 def scores(task: ContestTask, rates: str, groups: Groups) -> dict[str, Values]:
     """Contender → a number per seed, higher is better; only those whose runs are finished."""
     names: Mapping[str, str] = getattr(task, rates)
-    done = {x: name for x, name in names.items() if all(run.done for run in groups[name])}
+    known = {x: name for x, name in names.items() if name in groups}
+    done = {x: name for x, name in known.items() if all(run.done for run in groups[name])}
     sign = direction(task.metric)
     return {
         contender: sign * side(name, groups, task.metric, task.statistic)[0]
@@ -228,8 +229,8 @@ HOW_TO_READ = (
     "*better* or *worse* if the whole 95 % interval of the mean difference is beyond the margin, "
     "the smallest difference that counts; *alike* if the interval is within the margin on both "
     "sides; else *open*. A diverged run is worse than every other. *m = ∞* and *φ = row* are "
-    "variants of {subject}, trained with the paper's learning rates only. docs/statistics.md has "
-    "the rule."
+    "variants of {subject}, which were not trained on every problem. docs/statistics.md has the "
+    "rule."
 )
 OF_ALL = (
     "The mean over the problems, each with the same weight. Its interval covers the randomness of "
@@ -248,7 +249,7 @@ def contest_page(
     subject, rival = contest.subject, contest.rival
     parts = [
         f"# {spec.title}",
-        f"{scale} scale; {spec.seeds} seeds.",
+        f"{scale} scale; {spec.seeds} seeds" + (f"; {spec.note}." if spec.note else "."),
         HOW_TO_READ.format(subject=subject),
         "## All problems",
         markdown_table(pd.DataFrame(total_cells(totals(found), subject))),
@@ -295,7 +296,11 @@ def not_finished(contest: Contest, found: Sequence[Duel]) -> list[str]:
     """For each rates, the problems without a duel with the main rival."""
     done = {(duel.task.label, duel.rates) for duel in found if duel.rival == contest.rival}
     missing = {
-        words: [task.label for task in contest.tasks if (task.label, rates) not in done]
+        words: [
+            task.label
+            for task in contest.tasks
+            if getattr(task, rates) and (task.label, rates) not in done
+        ]
         for rates, words in RATES.items()
     }
     return [

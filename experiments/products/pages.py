@@ -13,9 +13,9 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.config.paths import ROOT
-from experiments.products.claims import reduced_scale
+from experiments.products.claims import marks, reduced_scale, summary
 from experiments.products.markdown import markdown_table
-from experiments.products.report import CsvRow, Product, tally
+from experiments.products.report import CsvRow, Product
 from experiments.products.specs import spec_path
 from experiments.records.estimate import rough_duration
 from experiments.records.files import write_if_changed
@@ -59,7 +59,7 @@ def results(products: Sequence[Product]) -> dict[str, str]:
     claims = [row for product in products for row in product.claims]
     return {
         **{product.name: product.verdict for product in products},
-        "tally": f"{len(claims)} claims: {tally(claims)}",
+        "tally": summary(claims),
         "effort": effort(products),
         "holds": by_product(products, "holds"),
         "fails": claim_table(claims, "fails"),
@@ -72,9 +72,11 @@ def effort(products: Sequence[Product]) -> str:
     rows = {row["run"]: row for product in products for row in product.runs}.values()
     timed = [float(row["seconds"]) for row in rows if row["seconds"]]
     machines = sorted({row["machine"] for row in rows if row["machine"]})
+    earlier = len(rows) - len(timed)
+    unknown = f"; {earlier} earlier runs have no time, commit and machine on record" * bool(earlier)
     return (
-        f"{len(rows):,} runs, {sum(timed) / 3600:.1f} hours of training on a CPU "
-        f"({'; '.join(machines)})"
+        f"{len(timed):,} runs, {sum(timed) / 3600:.1f} hours of training on a CPU "
+        f"({'; '.join(machines)}){unknown}"
     )
 
 
@@ -83,7 +85,9 @@ def by_product(products: Sequence[Product], verdict: str) -> str:
     cells = [
         {
             "": product.label,
-            "claims": ", ".join(r["id"] for r in product.claims if r["verdict"] == verdict),
+            "claims": ", ".join(
+                row["id"] + marks(row) for row in product.claims if row["verdict"] == verdict
+            ),
             "scale": product.scale,
         }
         for product in products
@@ -96,9 +100,8 @@ def claim_table(claims: Sequence[CsvRow], verdict: str) -> str:
 
 
 def cells(row: CsvRow) -> dict[str, str]:
-    marks = " (exploratory)" * bool(row["exploratory"]) + " †" * bool(row["earlier"])
     shown = {
-        "id": row["id"] + marks,
+        "id": row["id"] + marks(row),
         "claim": row["claim"],
         "numbers": row["numbers"].replace("; ", "<br>"),
         "margin": row["margin"],

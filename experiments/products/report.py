@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,22 +21,23 @@ import pandas as pd
 from PIL import Image
 
 from experiments.products.claims import (
-    WORST_FIRST,
+    VERDICTS,
     p_text,
     read_verdicts,
     reduced_scale,
     said,
+    summary,
+    tally,
 )
 from experiments.products.figures import crosses, prefix_of
 from experiments.products.markdown import as_html, markdown_table
 from experiments.products.schema import CurvesPanel, Spec
-from experiments.products.specs import everything, load_spec, spec_path
+from experiments.products.specs import everything, load_spec
 from experiments.products.style import label_of, looks_of
 from experiments.records import index
 from experiments.records.estimate import rough_duration
 from experiments.records.files import write_text
 
-VERDICTS = tuple(reversed(WORST_FIRST))  # holds first
 VERDICT_MARKS = {"holds": "✓", "fails": "✗", "inconclusive": "~", "not run": "–"}
 MAX_POINTS = 300  # of a curve on the page; the csv has all of them
 HEADINGS = {"figure": "Figures", "table": "Tables", "claim": "Theory and surprises"}
@@ -128,16 +128,14 @@ class Product:
 
     @property
     def time(self) -> str:
-        """The training time from the index, else from the first line of its file in conf/."""
-        if self.seconds is not None:
-            return f"{rough_duration(self.seconds)} of training"
-        head = spec_path(self.kind, self.number).read_text().splitlines()[0]
-        match = re.search(r"\((?:\w+ scale[;:,] )?(.*)\)", head)
-        return match[1] if match else ""
+        """The training time of all runs, if it is known."""
+        return "" if self.seconds is None else rough_duration(self.seconds)
 
     @property
     def records(self) -> str:
         """How many of its runs have records."""
+        if not self.runs:
+            return ""
         kept = sum(row["records"] == "yes" for row in self.runs)
         return {0: "no", len(self.runs): "yes"}.get(kept, f"{kept} of {len(self.runs)} runs")
 
@@ -215,15 +213,6 @@ def with_origin(
     }
 
 
-def tally(claims: Iterable[CsvRow]) -> str:
-    """Return counts such as 7 hold, 1 fails."""
-    counts = Counter(row["verdict"] for row in claims)
-    words = {"holds": ("holds", "hold"), "fails": ("fails", "fail")}
-    return ", ".join(
-        f"{counts[v]} {words.get(v, (v, v))[counts[v] > 1]}" for v in VERDICTS if counts[v]
-    )
-
-
 # -- results/published/README.md ---------------------------------------------------------------
 
 
@@ -237,11 +226,11 @@ def overview(products: Sequence[Product]) -> str:
         "`make report RECORDS=published` writes one page with all results, with zoomable curves",
         "and filters for claims and runs.",
         "",
-        f"**{len(claims)} claims: {tally(claims)}.**",
+        f"**{summary(claims)}.**",
         "",
-        "What we see lists the claims that do not hold. The time is the training time of all runs;",
-        "if it was not recorded, it is an estimate from conf/. †: the number of claims that were",
-        "judged by an earlier rule, from earlier runs; their new runs are not published yet.",
+        "The column *what we see* lists the claims that do not hold. The time is the training time",
+        "of all runs. †: the number of claims that were judged by an earlier rule, from earlier",
+        "runs; their new runs are not published yet.",
     ]
     for kind, heading in HEADINGS.items():
         if rows := [overview_row(product) for product in products if product.kind == kind]:
@@ -301,7 +290,8 @@ def render(products: Sequence[Product]) -> str:
         origins=origins,
         origin_text=ORIGIN_TEXTS.get("".join(origins), ORIGIN_TEXTS[BOTH]) if origins else "",
         claims=claims,
-        counts=Counter(row["verdict"] for row in claims),
+        paper=paper_claims(claims),
+        counts=Counter(row["verdict"] for row in paper_claims(claims)),
         verdicts=VERDICTS,
         marks=VERDICT_MARKS,
         said=said,
@@ -331,8 +321,13 @@ VERBS = {
 def headline(claims: Sequence[CsvRow]) -> str:
     if not is_judged(claims):
         return "No claim has been judged yet"
-    count = sum(row["verdict"] == "holds" for row in claims)
-    return f"{count} of {len(claims)} claims {'holds' if count == 1 else 'hold'}"
+    paper = paper_claims(claims)
+    count = sum(row["verdict"] == "holds" for row in paper)
+    return f"{count} of the paper's {len(paper)} claims {'holds' if count == 1 else 'hold'}"
+
+
+def paper_claims(claims: Iterable[CsvRow]) -> list[CsvRow]:
+    return [row for row in claims if not row["ours"]]
 
 
 def is_judged(claims: Iterable[CsvRow]) -> bool:
@@ -343,12 +338,15 @@ def answer(claims: Sequence[CsvRow]) -> str:
     """What the headline does not say: how many claims do not hold, at which scale, which rule."""
     if not is_judged(claims):
         return "Run make figure-1 to train, draw and judge the first figure."
-    counts = Counter(row["verdict"] for row in claims)
+    paper = paper_claims(claims)
+    counts = Counter(row["verdict"] for row in paper)
     parts = [f"{counts[v]} {verb[counts[v] > 1]}" for v, verb in VERBS.items() if counts[v]]
     judged = [row for row in claims if row["verdict"] != "not run"]
     small = Counter(scale for row in judged if (scale := reduced_scale(row)))
     earlier = sum(bool(row["earlier"]) for row in judged)
     notes = [f"{', '.join(parts)}."] if parts else []
+    if ours := [row for row in claims if row["ours"]]:
+        notes.append(f"Of {len(ours)} claims of our own, {tally(ours)}.")
     if small:
         size = "small networks and little data" if "laptop" in small else "smaller networks"
         notes.append(

@@ -303,12 +303,6 @@ class Contest(SpecPart):
                     )
         return self
 
-    def drop(self, run: str) -> None:
-        for task in self.tasks:
-            for runs in (task.paper, task.best):
-                for contender in [x for x, name in runs.items() if name == run]:
-                    del runs[contender]
-
     def borrowed(self) -> set[str]:
         """The runs of other specs."""
         return {name for task in self.tasks for name in task.runs() if "/" in name}
@@ -349,6 +343,7 @@ class Claim(SpecPart):
     parts: Annotated[list[Comparison], Field(min_length=1)]
     margin: NonNegativeFloat = 0.0  # the smallest effect that counts, or the largest that is alike
     why: str = ""  # the reason for a margin, or what a careful reader should know
+    ours: bool = False  # not a claim of the paper
     main: bool = False  # one of the claims on the first screen of the report
     exploratory: bool = False  # worded, or its bounds set, after some of its runs had been seen
 

@@ -114,12 +114,10 @@ def with_borrowed_runs(spec: Spec) -> Spec:
 
     The best run of a search that is not finished is left out.
     """
-    contest = spec.contest
-    for name in sorted(contest.borrowed()) if contest else ():
+    for name in sorted(spec.contest.borrowed()) if spec.contest else ():
         product, _, run = name.partition("/")
         lender = load_spec(*product.split("-"))
-        if contest and run in lender.awaited:
-            contest.drop(name)
+        if run in lender.awaited:
             continue
         check_name("contest", f"runs of {product}", run, lender.runs)
         if lender.seeds_of(run) != spec.seeds_of(name):

@@ -246,7 +246,9 @@ def test_verdicts_are_read_back_as_written(tmp_path):
     claims.write_verdicts(rows, tmp_path / "claims", Family(0, 0))
     assert claims.read_verdicts(tmp_path / "claims.csv") == {"F1": rows[0]}
     page = (tmp_path / "claims.md").read_text()
-    assert "| F1 | here | so it is | **holds** |" in page and "1 claims. holds: 1, inc" in page
+    assert (
+        "| F1 | here | so it is | **holds** |" in page and "1 claims of the paper: 1 holds" in page
+    )
 
 
 def grid(values):

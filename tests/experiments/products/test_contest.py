@@ -89,14 +89,14 @@ def test_the_best_run_of_an_unfinished_search_is_left_out(spec, tmp_path):
     path = tmp_path / "conf/table/s5.yaml"
     path.write_text(TABLE.replace("    - label: loss", more + "    - label: loss"))
     spec = load_spec("table", "s5")
-    assert spec.contest.tasks[0].best == {"AdaShift": "table-05/adashift best"}
     assert "table-05/adam best" not in spec.runs and "table-05/adashift best" in spec.runs
     groups = spec.expand([f"results={tmp_path}", "scale=smoke", "tracking=off"])
     for name in ("figure-02/adam", "figure-02/adashift", "table-05/adashift best"):
         for run in groups[name]:
             execute(run)
     write_contest(spec, spec.contest, groups, tmp_path / "t", tmp_path / "p")
-    assert "with the best learning rates: accuracy; loss." in (tmp_path / "t.md").read_text()
+    page = (tmp_path / "t.md").read_text()
+    assert "Not trained yet with the best learning rates: accuracy." in page
 
 
 def test_lower_is_better_for_a_loss(spec, groups):
@@ -147,7 +147,7 @@ def test_page_and_figure_are_written(spec, groups, tmp_path):
     assert "# Table S5. AdaShift or Adam?" in page and "smoke scale; 2 seeds." in page
     assert "| accuracy | test_accuracy, higher is better |" in page
     assert "| loss | classifier/loss, lower is better |" in page
-    assert "Not trained yet with the best learning rates: accuracy; loss." in page
+    assert "Not trained yet" not in page, "it has no runs with the best rates"
     table = pd.read_csv(tmp_path / "t.csv")
     assert list(table["problem"]) == ["accuracy", "loss"] and set(table["rival"]) == {"Adam"}
     assert (tmp_path / "p.png").stat().st_size > 10_000 and (tmp_path / "p.pdf").exists()

@@ -308,6 +308,16 @@ def test_forecasts_of_alike_settings_are_at_least_80_percent(rng, settings):
     assert found.count("holds") / 1000 > POWER - 0.03
 
 
+def test_forecasts_of_a_range_use_the_level_of_the_end_that_decides(rng):
+    """Its lower end has Bonferroni's correction, its upper end has none."""
+    table = rng.normal(0, 1, (4, 10))
+    for relation, ends in {"near": (ALPHA, ALPHA / 12), "above": (ALPHA / 12, ALPHA)}.items():
+        noise = compare(table, 0.0, relation, 0.5).noise
+        assert (noise.alpha, noise.strict, noise.tests) == (*ends, 12)
+    two = compare(table, table[:2], "below", 0.5).noise
+    assert two.alpha == two.strict == ALPHA / 24
+
+
 def test_the_forecast_of_several_parts_is_that_of_all_of_them(rng):
     part = compare(rng.normal(0, 1, (1, 10)), 0.0, "above", 0.5)
     known = replace(part, noise=replace(part.noise, sd=1.0), distance=0.5)

@@ -106,13 +106,13 @@ def test_tally():
     assert tally(rows) == "2 hold, 1 inconclusive, 1 fails"
 
 
-def verdict(name, scale="paper", earlier=""):
-    return {"verdict": name, "scale": scale, "earlier": earlier}
+def verdict(name, scale="paper", earlier="", ours=""):
+    return {"verdict": name, "scale": scale, "earlier": earlier, "ours": ours}
 
 
 def test_the_headline_and_the_answer_count_the_verdicts():
     claims = [verdict("holds"), verdict("fails"), verdict("inconclusive", "laptop")]
-    assert headline(claims) == "1 of 3 claims holds"
+    assert headline(claims) == "1 of the paper's 3 claims holds"
     assert answer(claims) == (
         "1 fails, 1 is inconclusive. 1 of the 3 verdicts are for laptop scale, with small networks "
         "and little data; they may differ at paper scale."
@@ -121,8 +121,11 @@ def test_the_headline_and_the_answer_count_the_verdicts():
     both = [verdict("fails", "desktop"), verdict("fails", "laptop and paper")]
     assert "2 of the 2 verdicts are for desktop or laptop scale" in answer(both)
     assert "for desktop scale, with smaller networks; they may differ" in answer(both[:1])
-    assert headline([verdict("holds")] * 2) == "2 of 2 claims hold"
+    assert headline([verdict("holds")] * 2) == "2 of the paper's 2 claims hold"
     assert answer([verdict("holds")]) == ""
+    own = [verdict("holds"), verdict("fails", ours="yes"), verdict("holds", ours="yes")]
+    assert headline(own) == "1 of the paper's 1 claims holds"
+    assert answer(own) == "Of 2 claims of our own, 1 holds, 1 fails."
     assert answer([verdict("holds"), verdict("not run")]) == "1 has not been run."
     assert headline([verdict("not run")]) == headline([]) == "No claim has been judged yet"
     assert "make figure-1" in answer([])
