@@ -52,10 +52,10 @@ class AdaShift(PerParameter):
     A parameter does not change during its first n steps, nor where v_t is still 0: dividing by eps
     alone would give steps of lr · 1e8.
 
-    Start from ``lr`` ten times that of Adam, ``betas=(0.9, 0.999)`` and ``n=10``. ``phi="row"``
-    suits embeddings, ``n=44, m=math.inf`` needs half of Adam's memory. Unlike in Adam,
-    ``decoupled_weight_decay`` is True by default. Other implementations call n ``keep_num`` and φ
-    ``reduce_func``: torch.max is ``phi="max"``, None is ``phi="none"``.
+    Try ``lr`` from Adam's to ten times as much, with ``betas=(0.9, 0.999)`` and ``n=10``.
+    ``phi="row"`` suits embeddings, ``n=44, m=math.inf`` needs half of Adam's memory. Unlike in
+    Adam, ``decoupled_weight_decay`` is True by default. Other implementations call n ``keep_num``
+    and φ ``reduce_func``: torch.max is ``phi="max"``, None is ``phi="none"``.
 
     Args:
         params: parameters or parameter groups; every option below can differ per group.

@@ -7,7 +7,7 @@ line of a spec, "about 2 min on two cores" is replaced by the time of its runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -61,6 +61,7 @@ def results(products: Sequence[Product]) -> dict[str, str]:
         **{product.name: product.verdict for product in products},
         "tally": summary(claims),
         "effort": effort(products),
+        "rates": markdown_table(pd.DataFrame(rates(products))),
         "holds": by_product(products, "holds"),
         "fails": claim_table(claims, "fails"),
         "inconclusive": claim_table(claims, "inconclusive"),
@@ -78,6 +79,34 @@ def effort(products: Sequence[Product]) -> str:
         f"{len(timed):,} runs, {sum(timed) / 3600:.1f} hours of training on a CPU "
         f"({'; '.join(machines)}){unknown}"
     )
+
+
+def rates(products: Sequence[Product]) -> Iterator[dict[str, str]]:
+    """A row for each problem: the paper's learning rates and the best ones of the search."""
+    for product in products:
+        if product.kind == "table" and product.spec.rule and product.number.isdigit():
+            page = product.results / f"tables/table-{product.number}"
+            table = pd.read_csv(page.with_suffix(".csv"))
+            link = f"[{product.label}]({page.relative_to(ROOT).as_posix()}.md)"
+            subject = product.subject.partition(", the paper's settings")[0]
+            parts = table["optimizer"].str.extract(r"(?:(.*): )?(?:max-)?(.*)")
+            for problem, rows in table.groupby(parts[0].fillna(subject), sort=False):
+                adam, adashift = (rows[parts[1][rows.index] == x] for x in ("Adam", "AdaShift"))
+                usual = adashift[adashift["paper"]].iloc[0]
+                yield {
+                    "problem": f"{link}: {problem}",
+                    "Adam, paper": rate_of(adam, "paper"),
+                    "AdaShift, paper": rate_of(adashift, "paper"),
+                    "Adam, best": rate_of(adam, "best"),
+                    "AdaShift, best": rate_of(adashift, "best"),
+                    "paper's betas and n": f"{usual['betas']}, {usual['n']:g}",
+                }
+
+
+def rate_of(rows: pd.DataFrame, column: str) -> str:
+    """The learning rate of the marked row."""
+    row = rows[rows[column]].iloc[0]
+    return f"{row['lr']:g}" + (" (edge of the grid)" if row["edge"] and column == "best" else "")
 
 
 def by_product(products: Sequence[Product], verdict: str) -> str:

@@ -141,8 +141,9 @@ class Product:
 
     @property
     def seeds(self) -> int:
-        """The seeds of what is shown: an earlier result may have fewer than conf/ asks for."""
-        return len({row["seed"] for row in self.runs}) or self.spec.seeds
+        """The seeds of a setting: an earlier result may have fewer than conf/ asks for."""
+        settings = Counter(row["run"].rpartition("/")[0] for row in self.runs)
+        return min(max(settings.values(), default=self.spec.seeds), self.spec.seeds)
 
     @property
     def verdict(self) -> str:
@@ -155,7 +156,7 @@ class Product:
         if not self.is_made:
             return "Not run yet."
         if not self.claims:
-            return "No claim to judge: the paper's settings beside the best of our search."
+            return "No claim to judge; the page has the numbers."
         hold = sum(row["verdict"] == "holds" for row in self.claims)
         if hold == len(self.claims):
             return "It holds." if hold == 1 else f"All {hold} claims hold."
