@@ -335,12 +335,12 @@ def draw(
     draw_chances(by_task, [(d.rates, d.task.label, d.probability, *d.bounds) for d in main])
     title(by_task, f"(a) probability that {subject} beats {contest.rival}")
     draw_chances(by_rival, totals(found)[[*CHANCES]].to_numpy().tolist())
-    title(by_rival, f"(b) that {subject} beats others, mean over the problems")
-    for ax, rates, letter in zip(profiles, RATES, "cd", strict=True):
+    title(by_rival, f"(b) probability that {subject} beats others, mean")
+    for ax, rates, letter in zip(profiles, RATES, "de", strict=True):
         draw_profile(ax, contest, rates, groups)
         title(ax, f"({letter}) runs close to the best, {RATES[rates]}")
     draw_bars(memory, costs["label"], costs["state_bytes"], costs["state_bytes"])
-    title(memory, "(e) memory: bytes of state per parameter")
+    title(memory, "(c) memory: bytes of state per parameter")
     draw_bars(time, costs["label"], costs["low"], costs["high"])
     title(time, "(f) time of a step over Adam's")
     time.axvline(1, color="0.6", lw=1)
@@ -380,8 +380,8 @@ def draw_profile(ax: Axes, contest: Contest, rates: str, groups: Groups) -> None
     for member in shaded([RunGroup(x, x, groups[names[x]]) for x in shares]):
         ax.plot(GAPS, shares[member.name], label=member.label, lw=1.6, **member.style)
     ax.axvline(1, color="0.6", lw=1)
-    ax.set(xscale="log", xlabel="gap to the best mean, in margins")
-    ax.set(ylim=(-0.02, 1.02), ylabel="share of runs")
+    ax.set(xscale="log", xlabel="distance from the best mean, in margins")
+    ax.set(ylim=(-0.02, 1.02), ylabel="share of runs that are closer")
     if shares:
         ax.legend(loc="lower right", fontsize=8)
     else:

@@ -146,7 +146,8 @@ def curves(ax: Axes, groups: Sequence[RunGroup], panel: CurvesPanel) -> pd.DataF
         draw_curve(ax, part, group, prefix_of(smooth, orders), orders, 0.54 / max(3, len(groups)))
     if ax.get_xscale() == "linear":
         ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    ax.legend(loc=panel.legend, fontsize=8)
+    if panel.legend:
+        ax.legend(loc=panel.legend, fontsize=8)
     return table
 
 

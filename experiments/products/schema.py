@@ -118,7 +118,7 @@ class CurvesPanel(Panel):
     """
 
     draw: Literal["curves"] = "curves"
-    legend: LegendPlace | tuple[float, float] = "best"
+    legend: LegendPlace | tuple[float, float] | None = "best"
     smooth: Annotated[int, Field(ge=1)] = 1
     orders: bool = False
 

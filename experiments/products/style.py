@@ -64,7 +64,9 @@ def looks_of(curves: Sequence[Curve]) -> list[Look]:
 
 
 def shades(color: str, count: int) -> list[Look]:
-    start = int(color == OF_OTHERS)
+    start = int(
+        color == OF_OTHERS or color in {x["color"] for x in styles().values() if "dashed" in x}
+    )
     return [
         Look(mixed(color, *SHADES[i % len(SHADES)]), DASHES[(i + start) % len(DASHES)])
         for i in range(count)
