@@ -13,10 +13,12 @@ import torch
 import yaml
 
 import adashift
+from experiments.config.compose import compose
 from experiments.products import pages
-from experiments.products.pages import filled, results, timed
+from experiments.products.pages import filled, results, timed, with_outcome
 from experiments.products.report import Place, load_products
 from experiments.products.specs import spec_path
+from experiments.records.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/published/README.md")]
@@ -88,6 +90,30 @@ def test_specs_have_the_times_of_their_published_runs():
         assert pages.TIME.search(text.splitlines()[0]), product.name
         if product.seconds is not None and product.records == "yes":
             assert timed(text, product.seconds) == text, product.name
+
+
+def test_experiments_have_the_times_and_results_of_their_published_runs():
+    """`make publish` fills them in."""
+    index = load_products(Place(ROOT / "results/published"))[0].index
+    for path in sorted((ROOT / "conf/experiment").glob("*.yaml")):
+        text = path.read_text()
+        assert pages.EXAMPLE.search(text) and with_outcome(text, index) == text, path.name
+
+
+def test_a_result_is_the_mean_over_the_seeds():
+    text = "# python run.py experiment=mnist_lr optimizer=adam     (9 s)\nmetrics: []"
+    setting = Run(compose(["experiment=mnist_lr", "optimizer=adam", "scale=paper"])).setting
+    runs = {
+        f"mnist_lr/{setting}/seed={seed}": {"seconds": seconds, "metrics": f"x=1 {metric} z=0"}
+        for seed, seconds, metric in [
+            (1, "5", "validation_accuracy=0.9"),
+            (2, "7", "validation_accuracy=0.8"),
+            (3, "90", "validation_accuracy=0.7"),
+        ]
+    }
+    said = "(paper scale: 7 s on one core, validation_accuracy 0.8)\n"
+    assert with_outcome(text, runs) == text.replace("(9 s)\n", said)
+    assert with_outcome(text, {}) == text
 
 
 def test_a_time_is_that_of_two_runs_at_once():

@@ -1,7 +1,8 @@
-"""Fills results into README.md and docs/reproduction.md, and times into the specs of conf/.
+"""Fills results into README.md and docs/reproduction.md, and times into the files of conf/.
 
 <!-- figure-01 -->9 hold<!-- /figure-01 --> is replaced by the verdicts of Figure 1. In the first
-line of a spec, "about 2 min on two cores" is replaced by the time of its runs.
+line of a spec, "about 2 min on two cores" is replaced by the time of its runs; in that of an
+experiment, what follows the command by its time and its result.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 
 import pandas as pd
 
-from experiments.config.paths import ROOT
+from experiments.config.compose import compose
+from experiments.config.paths import CONF, ROOT
 from experiments.products.claims import marks, reduced_scale, summary
 from experiments.products.markdown import markdown_table
 from experiments.products.report import CsvRow, Product
 from experiments.products.specs import spec_path
 from experiments.records.estimate import rough_duration
 from experiments.records.files import write_if_changed
+from experiments.records.run import Run
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "reproduction.md")
 BLOCK = re.compile(r"<!-- ([\w-]+) -->(\n?).*?\n?<!-- /\1 -->", re.DOTALL)
 TIME = re.compile(r"about [^)\n]* on two cores")
+EXAMPLE = re.compile(r"(?m)^(# python run\.py (experiment=\S+ optimizer=\S+)     )\(.*\)$")
 
 
 def fill_pages(products: Sequence[Product], pages: Sequence[Path] = PAGES) -> None:
@@ -37,6 +42,30 @@ def fill_times(products: Sequence[Product]) -> None:
         if product.seconds is not None and product.records == "yes":
             path = spec_path(product.kind, product.number)
             write_if_changed(path, timed(path.read_text(), product.seconds).encode())
+
+
+def fill_examples(index: Mapping[str, CsvRow]) -> None:
+    """Write time and result of the first command of each experiment, if its runs are published."""
+    for path in sorted((CONF / "experiment").glob("*.yaml")):
+        write_if_changed(path, with_outcome(path.read_text(), index).encode())
+
+
+def with_outcome(experiment: str, index: Mapping[str, CsvRow]) -> str:
+    """The file of an experiment with the median time and the mean result of its first command."""
+    if not (command := EXAMPLE.search(experiment)):
+        return experiment
+    words = command[2].split()
+    config = compose([*words, f"scale={compose(words).cpu_scale}"])
+    setting = f"{config.experiment}/{Run(config).setting}/"
+    rows = [row for name, row in index.items() if name.startswith(setting) and row["seconds"]]
+    if not rows:
+        return experiment
+    cores = " on one core" if config.threads == 1 else ""
+    said = [rough_duration(median(float(row["seconds"]) for row in rows)) + cores]
+    for name in config.metrics[:1] if config.best else ():
+        found = [re.search(rf"(?:^| ){re.escape(name)}=(\S+)", row["metrics"]) for row in rows]
+        said += [f"{name} {fmean(float(x[1]) for x in found if x):.3g}"] if all(found) else []
+    return EXAMPLE.sub(rf"\1({config.scale} scale: {', '.join(said)})", experiment, count=1)
 
 
 def timed(spec: str, seconds: float) -> str:

@@ -17,7 +17,7 @@ from experiments.config.errors import ConfigError
 from experiments.config.paths import ROOT, shown_path
 from experiments.config.schema import Config
 from experiments.products.make import groups_of, keep_index, update_verdicts, write_product
-from experiments.products.pages import fill_pages, fill_times
+from experiments.products.pages import fill_examples, fill_pages, fill_times
 from experiments.products.report import Place, load_products, overview
 from experiments.products.specs import everything, load_spec
 from experiments.progress import count_of
@@ -58,6 +58,7 @@ def publish(overrides: Sequence[str]) -> Iterator[str]:
             published = load_products(Place(config.published))
             fill_pages(published)
             fill_times(published)
+            fill_examples(published[0].index)
     count = f"{complete} of {len(products)} products are made from records"
     yield f"{shown_path(config.published)}: {count}"
 
