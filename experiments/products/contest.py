@@ -376,7 +376,8 @@ def name_lines(ax: Axes, names: Sequence[str]) -> None:
 
 def draw_profile(ax: Axes, contest: Contest, rates: str, groups: Groups) -> None:
     shares = profile(contest, rates, groups)
-    names = {x: name for task in contest.tasks for x, name in getattr(task, rates).items()}
+    asked = [pair for task in contest.tasks for pair in getattr(task, rates).items()]
+    names = {contender: name for contender, name in asked if name in groups}
     for member in shaded([RunGroup(x, x, groups[names[x]]) for x in shares]):
         ax.plot(GAPS, shares[member.name], label=member.label, lw=1.6, **member.style)
     ax.axvline(1, color="0.6", lw=1)
