@@ -34,7 +34,8 @@ WORDS = $(if $(EXTRA),--extra "$(EXTRA)") scale=$(SCALE) $(filter-out records=ow
 
 ## Reproduce the paper (missing runs are trained, finished runs are reused)
 ##   figure-1 … figure-24   draw a figure: png, pdf and the plotted csv in results/figures/; figure-s2 and figure-s3
-##                          explain results that differ from the paper; figure-<name> draws conf/figure/<name>.yaml
+##                          explain results that differ from the paper, figure-s6 is Figures 4 and 7 at desktop scale;
+##                          figure-<name> draws conf/figure/<name>.yaml
 $(FIGURES): figure-%: $(READY)
 	@$(PY) -m experiments figure $* $(WORDS)
 

@@ -163,7 +163,7 @@ def test_claims_are_judged_and_written(results, capsys):
     ("words", "message"),
     [
         (["figure", "99"], "figures 1 to 24"),
-        (["figure", "one"], "figures 1 to 24, conf/figure also has s2, s3"),
+        (["figure", "one"], "figures 1 to 24, conf/figure also has s2, s3, s6"),
         (["figure"], "which figure"),
         (["table", "10"], "tables 1 to 9"),
         (["figure", "²"], "figures 1 to 24"),
