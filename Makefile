@@ -24,7 +24,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: FORCE help all $(FIGURES) $(TABLES) $(SWEEPS) figures tables theory surprises claims status plan report \
         publish verify dashboard wandb-sync tensorboard bench-optimizer bench-training bench-engines gpu-check \
         kill-and-resume fuzz recordings test test-slurm \
-        test-all test-examples lint audit format setup setup-cluster lock docker docker-cpu clean distclean
+        test-slow test-all test-examples lint audit format setup setup-cluster lock docker docker-cpu clean distclean
 
 help: # prints every line of this file that starts with two hashes
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -133,6 +133,10 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 ##   test                   run the tests that are not marked slow; TESTS=tests/adashift selects some
 test: $(READY)
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+##   test-slow              run the tests that are marked slow
+test-slow: $(READY)
+	$(PYTEST) -m slow $(TESTS) $(ARGS)
 
 ##   test-all               run every test
 test-all: $(READY)

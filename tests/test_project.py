@@ -159,8 +159,19 @@ def test_status_takes_figures_and_tables(make):
 
 def test_slow_tests_run_in_test_all_and_in_ci(make):
     assert '-m "not slow" tests' in make("-n", "test").stdout
+    assert "-m slow tests" in make("-n", "test-slow").stdout
     assert ' -m "' not in make("-n", "test-all").stdout
-    assert re.search(r"^steps=\(.*\btest-all\)$", text_of(".ci/run"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("seconds", "ran"), [(1, True), (500, False)])
+def test_ci_skips_the_slow_tests_on_a_slow_machine(tmp_path, seconds, ran):
+    """Each make takes `seconds` on the fake machine, whose clock is the shell's SECONDS."""
+    _, steps = text_of(".ci/run").split("step() {")
+    steps = steps.replace('  make "$1"\n', f"  SECONDS=$((SECONDS + {seconds}))\n")
+    command = ["bash", "-euc", "step() {" + steps]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ("== make test-slow: passed" in out.stdout) == ran, out
+    assert ("== make test-slow: skipped" in out.stdout) != ran
 
 
 @pytest.mark.parametrize("target", ["figure-0", "figure-25", "figure-99", "figure-01", "table-10"])
