@@ -136,7 +136,7 @@ EXPERIMENTS = {
 # what is typed after `make` → what make prints
 MAKE = {
     "figre-1": "there is no target figre-1: make help lists all",
-    "figure-99": "there is no figure-99: the paper has figures 1 to 24, conf/figure also has s2 s3 s6",
+    "figure-99": f"there is no figure-99: {FIGURES.replace('s2, s3, s6', 's2 s3 s6')}",
     "table-99": "there is no table-99: the paper has tables 1 to 9, conf/table also has s4 s5",
     "sweep-betas": 'sweep-betas needs an experiment: add ARGS="experiment=… optimizer=…"',
 }
