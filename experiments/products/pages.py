@@ -27,6 +27,7 @@ from experiments.records.run import Run
 PAGES = (ROOT / "README.md", ROOT / "docs" / "reproduction.md")
 BLOCK = re.compile(r"<!-- ([\w-]+) -->(\n?).*?\n?<!-- /\1 -->", re.DOTALL)
 TIME = re.compile(r"about [^)\n]* on two cores")
+ADASHIFT = ("AdaShift", "max-AdaShift")
 EXAMPLE = re.compile(r"(?m)^(# python run\.py (experiment=\S+ optimizer=\S+)     )\(.*\)$")
 
 
@@ -118,12 +119,12 @@ def rates(products: Sequence[Product]) -> Iterator[dict[str, str]]:
             table = pd.read_csv(page.with_suffix(".csv"))
             link = f"[{product.label}]({page.relative_to(ROOT).as_posix()}.md)"
             subject = product.subject.partition(", the paper's settings")[0]
-            parts = table["optimizer"].str.extract(r"(?:(.*): )?(?:max-)?(.*)")
-            for problem, rows in table.groupby(parts[0].fillna(subject), sort=False):
-                adam, adashift = (rows[parts[1][rows.index] == x] for x in ("Adam", "AdaShift"))
+            table[["problem", "_", "name"]] = [x.rpartition(": ") for x in table["optimizer"]]
+            for problem, rows in table.groupby("problem", sort=False):
+                adam, adashift = rows[rows["name"] == "Adam"], rows[rows["name"].isin(ADASHIFT)]
                 usual = adashift[adashift["paper"]].iloc[0]
                 yield {
-                    "problem": f"{link}: {problem}",
+                    "problem": f"{link}: {problem or subject}",
                     "Adam, paper": rate_of(adam, "paper"),
                     "AdaShift, paper": rate_of(adashift, "paper"),
                     "Adam, best": rate_of(adam, "best"),

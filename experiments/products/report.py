@@ -347,7 +347,8 @@ def answer(claims: Sequence[CsvRow]) -> str:
     earlier = sum(bool(row["earlier"]) for row in judged)
     notes = [f"{', '.join(parts)}."] if parts else []
     if ours := [row for row in claims if row["ours"]]:
-        notes.append(f"Of {len(ours)} claims of our own, {tally(ours)}.")
+        count = sum(row["verdict"] == "holds" for row in ours)
+        notes.append(f"Of {len(ours)} claims of our own, {count} hold{'s' * (count == 1)}.")
     if small:
         size = "small networks and little data" if "laptop" in small else "smaller networks"
         notes.append(
