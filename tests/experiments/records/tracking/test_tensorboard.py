@@ -58,7 +58,8 @@ def status_of(events):
 
 
 def test_a_run_has_its_curves_settings_and_tags(tmp_path):
-    run = tracked(tmp_path, "scale=laptop", "steps=20", "log_every=2")
+    data = "data._target_=experiments.data.mnist.generate_digits"
+    run = tracked(tmp_path, "scale=laptop", "steps=20", "log_every=2", data)
     execute(run, tags=lambda run: ["figure-02", "table-04"])
     events = events_of(folder_of(run))
     assert curves(events) == recorded_curves(run)
