@@ -236,6 +236,11 @@ OF_ALL = (
     "The mean over the problems, each with the same weight. Its interval covers the randomness of "
     "the seeds, not the choice of the problems."
 )
+OF_FIGURE = (
+    "In the figure, (d) and (e) show the share of runs whose distance from the best mean is less "
+    "than so many margins, over all problems that {subject} and {rival} have finished. A curve "
+    "further up is better. The lines in (f) are ranges over three models."
+)
 OF_COSTS = (
     "State of the optimizer in bytes per parameter, and the time of a step over that of Adam, both "
     "with fused=True on two cores: the range over one tensor of 25 million elements, ResNet-18 and "
@@ -254,6 +259,7 @@ def contest_page(
         "## All problems",
         markdown_table(pd.DataFrame(total_cells(totals(found), subject))),
         OF_ALL,
+        OF_FIGURE.format(subject=subject, rival=rival),
     ]
     for rates, words in RATES.items():
         rows = [duel for duel in found if (duel.rates, duel.rival) == (rates, rival)]
